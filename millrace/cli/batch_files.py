@@ -12,18 +12,23 @@ import fcntl
 import hashlib
 import os
 import uuid
+from array import array
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import msgspec
 
-from millrace.cli.exits import INVALID, CommandError
+from millrace.cli.exits import INVALID, NO_REDIS, CommandError
 from millrace.cli.values import BYTE_ORDER_MARK
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """Longer lines are refused. They are not read into memory."""
+
+INCOMPLETE = NO_REDIS
+"""Exit status of a run that has ended early, for whatever reason: the same command continues."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -50,28 +55,43 @@ class Input(NamedTuple):
 
     path: Path
     digest: str
-    num_lines: int
-    """Lines that are not empty."""
     last_number: int
+    hashes: array[int]
+    """Of the lines that are not empty."""
+
+    @property
+    def num_lines(self) -> int:
+        """Number of lines that are not empty."""
+        return len(self.hashes)
 
     def lines(self) -> Iterator[InputLine]:
-        """Read the lines that are not empty."""
+        """Read the lines that are not empty. Raises CommandError at the first that differs from the first reading."""
         with self.path.open("rb") as file:
-            yield from _lines(file)
+            for line, first_hash in zip_longest(_lines(file), self.hashes):
+                if line is None or hash(line) != first_hash:
+                    remedy = "put the earlier content back, and the same command continues; or name another output"
+                    reason = f"has changed since this command began to read it; {remedy}"
+                    raise CommandError(f"{self.path}: {reason}", INVALID)
+                yield line
 
 
 def read_input(path: Path) -> Input:
     """Read the input for the first time. Raises CommandError if it has no line, or a custom_id twice."""
-    digest, num_lines, last_number = hashlib.sha256(), 0, 0
-    number_by_id: dict[int, int] = {}  # hashes of 64 bits: the ids of millions of lines need much memory
+    if str(path) == "-":
+        raise CommandError("-i -: the input is read twice, so it cannot be stdin; save it to a file", INVALID)
+    digest, last_number = hashlib.sha256(), 0
+    hashes = array("q")  # of 64 bits: the text of millions of lines needs much memory, and so do their ids
+    number_by_id: dict[int, int] = {}
     with path.open("rb") as file:
         if not file.seekable():
             raise CommandError(f"{path}: is a pipe, and the input is read twice; save it to a file", INVALID)
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
         file.seek(0)
-        for number, text in _lines(file):
-            num_lines, last_number = num_lines + 1, number
+        for line in _lines(file):
+            number, text = line
+            hashes.append(hash(line))
+            last_number = number
             custom_id = custom_id_of(text)
             if custom_id is None:
                 continue
@@ -80,9 +100,9 @@ def read_input(path: Path) -> Input:
                 raise CommandError(
                     f"{path}: custom_id {custom_id[:80]!r} is in line {first} and in line {number}", INVALID
                 )
-    if not num_lines:
+    if not hashes:
         raise CommandError(f"{path}: the file has no lines", INVALID)
-    return Input(path, digest.hexdigest(), num_lines, last_number)
+    return Input(path, digest.hexdigest(), last_number, hashes)
 
 
 def custom_id_of(text: bytes | None) -> str | None:
@@ -123,7 +143,7 @@ class OutputFile:
         except BaseException:
             self._lock.close()
             raise
-        self.num_failed = 0
+        self.num_failed = self.num_cut = 0
         self._has_line = bytearray(source.last_number + 1)
         """By line number of the input: whether the output has it."""
         self.num_written = self._read()
@@ -156,14 +176,13 @@ class OutputFile:
         try:
             _write(self._file, msgspec.json.encode(line) + b"\n")
         except OSError as error:
-            remedy = "when that is mended, run the same command again: it continues"
-            raise CommandError(f"{self._path}: {error.strerror}; {remedy}") from error
-        self._has_line[self.number_of(line["id"])] = True
+            raise CommandError(f"{self._path}: {error.strerror}", INCOMPLETE) from error
+        self._note(line)
         self.num_written += 1
-        self.num_failed += _has_failed(line)
 
     def complete(self) -> None:
         """Bring the output to the disk and remove the state."""
+        assert self.num_written == self._source.num_lines
         os.fsync(self._file.fileno())
         self._state_path.unlink()
 
@@ -175,7 +194,8 @@ class OutputFile:
         if path.exists() and path.samefile(self._source.path):
             raise CommandError(f"{path}: is the input; name another file for the output", INVALID)
         if path.exists() and not state_path.exists():
-            raise CommandError(f"{path}: exists already; remove it, or name another file", INVALID)
+            reason = "exists already: it is the complete output of a run, or another file; name another file"
+            raise CommandError(f"{path}: {reason}", INVALID)
         if not path.parent.is_dir():
             raise CommandError(f"{path}: there is no directory {path.parent}; create it, or name another file", INVALID)
 
@@ -191,14 +211,15 @@ class OutputFile:
                 _write(self._lock, msgspec.json.encode(state))
                 os.fsync(self._lock.fileno())
             except OSError as error:
-                raise CommandError(f"{self._state_path}: {error.strerror}") from error
+                raise CommandError(f"{self._state_path}: {error.strerror}", INCOMPLETE) from error
             return state
         try:
             state = msgspec.json.decode(text, type=_State)
         except msgspec.MsgspecError:
             raise CommandError(f"{self._state_path}: is damaged; remove it and {self._path}", INVALID) from None
         if state.input_digest != self._source.digest:
-            reason = f"was begun with another input than {self._source.path} is now; remove it and {self._state_path}"
+            remedy = "put that back, or name another file for the output"
+            reason = f"was begun with another input than {self._source.path} is now; {remedy}"
             raise CommandError(f"{self._path}: {reason}", INVALID)
         if state.options != self._options:
             options = " ".join(f"--{name} {value}" for name, value in state.options.items())
@@ -214,9 +235,7 @@ class OutputFile:
                 if not text.endswith(b"\n"):
                     break
                 try:
-                    line = msgspec.json.decode(text)
-                    self._has_line[self.number_of(line["id"])] = True
-                    self.num_failed += _has_failed(line)
+                    self._note(msgspec.json.decode(text))
                 except (msgspec.MsgspecError, ValueError, KeyError, TypeError, IndexError):
                     reason = f"line {num_lines + 1} is not of this run; remove the file"
                     raise CommandError(f"{self._path}: {reason}", INVALID) from None
@@ -224,6 +243,12 @@ class OutputFile:
         self._file.truncate(end)
         self._file.seek(end)
         return num_lines
+
+    def _note(self, line: dict[str, Any]) -> None:
+        """Note that the output has a line."""
+        self._has_line[self.number_of(line["id"])] = True
+        self.num_failed += _has_failed(line)
+        self.num_cut += not _has_failed(line) and _was_cut(line)
 
 
 def _can_be_regular(path: Path) -> bool:
@@ -244,3 +269,7 @@ def _write(file: IO[bytes], data: bytes) -> None:
 
 def _has_failed(line: dict[str, Any]) -> bool:
     return line["response"] is None or line["response"]["status_code"] != 200
+
+
+def _was_cut(line: dict[str, Any]) -> bool:
+    return any(choice["finish_reason"] == "length" for choice in line["response"]["body"]["choices"])

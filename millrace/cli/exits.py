@@ -12,7 +12,8 @@ INVALID = 2
 """The command line or a request is not valid; argparse uses the same number."""
 NOT_FOUND = 3
 NO_REDIS = 4
-"""The server cannot be reached or used."""
+"""The server cannot be reached or used. Of `run-batch`: it is not complete, for whatever reason, and the same command
+continues."""
 TIMED_OUT = 5
 INTERRUPTED = 130
 

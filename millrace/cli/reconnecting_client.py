@@ -13,12 +13,13 @@ from millrace.producer.calls import READ_JOBS, KnownJob, batched, get_many, look
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
 from millrace.results.durability import Durability, check_confirmed, confirmation
-from millrace.results.errors import QueueError, QueueFull
+from millrace.results.errors import QueueError, QueueFull, RedisUnavailable
 from millrace.results.job import Job
 from millrace.results.messages import Submission
 from millrace.results.reader import CompletionFollower
 from millrace.results.reconnect import ReconnectingTransport
 from millrace.results.replies import Outcome
+from millrace.results.server_errors import is_refusal
 from millrace.results.transport import Transport
 
 SUBMITTED_JOBS = 256
@@ -51,36 +52,79 @@ class ReconnectingClient(Client):
         the queue.
 
         Takes a job only when it can be submitted, so that memory holds `max_open` of them at most. Waits for space in a
-        full queue. `check` is called at least every few seconds.
+        full queue. `check` is called at least every few seconds. If the server refuses a submission, such as one that is
+        out of memory, the jobs in the queue are waited for before that is raised.
+
+        A job that was run again ends when its last redrive does. One that was cancelled before this call runs again.
         """
         remaining, waiting = iter(jobs), list[Submission]()
         follower = CompletionFollower(self._keys, [], None)
+        first_ids: dict[str, str] = {}  # by the id of the job to follow: the job itself, or its last redrive
         while True:
             is_full = False
             while not is_full and follower.num_missing < max_open:
                 waiting = waiting or list(islice(remaining, min(SUBMITTED_JOBS, max_open - follower.num_missing)))
                 if not waiting:
                     break
-                left: list[Submission] = []
-                for job, end in zip(waiting, self.submit_each(waiting), strict=True):
-                    if isinstance(end, InvalidRequest):
-                        yield job.job_id, end
-                    elif isinstance(end, QueueFull):
-                        left.append(job)
-                    elif isinstance(end, QueueError):
-                        raise end
-                    else:
-                        follower.add([job.job_id])
-                waiting, is_full = left, bool(left)
+                try:
+                    refused_jobs, accepted, waiting = self._submit_some(waiting)
+                except RedisUnavailable as error:
+                    if follower.is_done or not is_refusal(error):
+                        raise
+                    break
+                yield from refused_jobs
+                first_ids |= accepted
+                follower.add(list(accepted))
+                is_full = bool(waiting)
             check()
             if not follower.is_done:
                 ended = follower.feed(self._transport.send_many(follower.next_commands()))
                 for some in batched(ended, READ_JOBS):
-                    yield from ((ended_job.id, ended_job) for ended_job in self._run(get_many(self._keys, some)))
+                    for ended_job in self._run(get_many(self._keys, some)):
+                        job_id = first_ids.pop(ended_job.id)
+                        if ended_job.redriven_as:
+                            first_ids[ended_job.redriven_as] = job_id
+                            follower.add([ended_job.redriven_as])
+                        else:
+                            yield job_id, ended_job
             elif is_full:
                 time.sleep(FULL_QUEUE_INTERVAL_S)
             else:
                 return
+
+    def _submit_some(
+        self, jobs: Sequence[Submission]
+    ) -> tuple[list[tuple[str, InvalidRequest]], dict[str, str], list[Submission]]:
+        """Return the errors of refused jobs; the ids of accepted ones, by the id of the job to follow; and those that a full
+        queue has no space for."""
+        refused_jobs, accepted, left = list[tuple[str, InvalidRequest]](), dict[str, str](), list[Submission]()
+        found: list[str] = []
+        for job, end in zip(jobs, self.submit_each(jobs), strict=True):
+            if isinstance(end, InvalidRequest):
+                refused_jobs.append((job.job_id, end))
+            elif isinstance(end, QueueFull):
+                left.append(job)
+            elif isinstance(end, QueueError):
+                raise end
+            elif end.kind == "exists":
+                found.append(job.job_id)
+            else:
+                accepted[job.job_id] = job.job_id
+        accepted |= {last_id: job_id for job_id, last_id in self._last_redrives(found).items()}
+        return refused_jobs, accepted, left
+
+    def _last_redrives(self, job_ids: Sequence[str]) -> dict[str, str]:
+        """Return for each job its last redrive, or its own id. Cancelled jobs are run again."""
+        last_ids = {job_id: job_id for job_id in job_ids}
+        new_ids = last_ids
+        while new_ids:
+            known = self.look_up(new_ids.values())
+            old = [one for one, job in known.items() if job.redriven_as or job.state == "cancelled"]
+            found = self._transport.send_many([commands.redrive(self._keys, one) for one in old]) if old else []
+            redriven = replies.all_redriven(old, found)
+            new_ids = {job_id: redriven[one] for job_id, one in new_ids.items() if one in redriven}
+            last_ids |= new_ids
+        return last_ids
 
     def submit_each(
         self, jobs: Sequence[Submission], durability: Durability = "memory"

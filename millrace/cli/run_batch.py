@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError
 from millrace.cli.options import Verbs, add_verb
-from millrace.cli.output import progress_bar, remark
+from millrace.cli.output import CUT, progress_bar, remark
 from millrace.cli.values import integer
 from millrace.cli.wait_report import WaitReport
 
@@ -27,7 +27,8 @@ MAX_OPEN = 10_000
 _REPORT_INTERVAL_S = 10.0
 
 _EPILOG = """The answers come in the order in which they are ready. If the command ends early for whatever reason, run it
-again: it continues, and no line is missing or doubled. The exit status is 1 if a line was refused or has failed."""
+again: it continues, and no line is missing or doubled. The exit status is 4 at such an end, and 1 if the output is complete
+and a line was refused or has failed."""
 
 
 def add_parsers(verbs: Verbs) -> None:
@@ -84,19 +85,39 @@ def run(args: argparse.Namespace) -> int:
     with OutputFile(args.output, source, options) as output:
         if output.num_written < source.num_lines:
             run_ = _Run(output, source.num_lines, options)
-            try:
-                with _service(args) as (redis_url, check):
-                    run_.answer(source.lines(), redis_url, args.queue, check)
-            except KeyboardInterrupt:
-                cancel = "" if args.model else f"; to cancel its jobs: millrace cancel --batch {output.batch}"
-                remark(
-                    f"{output.num_written:,} of {source.num_lines:,} lines are written; the same command continues{cancel}"
-                )
-                raise
+            cancel = "" if args.model else f"; to cancel its jobs: millrace cancel --batch {output.batch}"
+            with _continuable(output, source.num_lines, cancel), _service(args) as (redis_url, check):
+                run_.answer(source.lines(), redis_url, args.queue, check)
         output.complete()
+        num_lines = counted_noun(output.num_written, "line")
+        if output.num_cut:
+            remark(f"{output.num_cut:,} of {num_lines}: {CUT}")
         failed = f", {output.num_failed:,} of them refused or failed" if output.num_failed else ""
-        remark(f"{args.output}: {counted_noun(output.num_written, 'line')}{failed}")
+        remark(f"{args.output}: {num_lines}{failed}")
         return OTHER if output.num_failed else OK
+
+
+@contextlib.contextmanager
+def _continuable(output: OutputFile, num_lines: int, cancel: str) -> Iterator[None]:
+    """Report at an early end that the same command continues, but not where that needs another command first."""
+    from millrace.cli.batch_files import INCOMPLETE
+    from millrace.results.errors import InvalidRedisURL, JobNotFound, QueueError
+
+    def written() -> str:
+        return f"{output.num_written:,} of {num_lines:,} lines are written; the same command continues"
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        remark(written() + cancel)
+        raise
+    except (QueueError, CommandError) as error:
+        if isinstance(error, InvalidRedisURL) or (isinstance(error, CommandError) and error.status == INVALID):
+            raise
+        reason = str(error)
+        if isinstance(error, JobNotFound):
+            reason = f"the server has lost jobs of this run ({error.job_id} is unknown)"
+        raise CommandError(f"not complete ({written()}): {reason}", INCOMPLETE) from error
 
 
 @contextlib.contextmanager

@@ -1,17 +1,18 @@
 """`millrace submit --file`: read jobs line by line, submit them in batches, and wait for them with --wait.
 
-An invalid line is reported with its number; the other lines are submitted. Memory holds one batch, the ids of known jobs,
+An invalid line is reported with its number; the other lines are submitted. Memory holds one batch, the ids that lines have,
 and with --wait all ids.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import select
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import IO, Any, NamedTuple
@@ -21,7 +22,7 @@ import msgspec
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.known_jobs import report_known
 from millrace.cli.output import print_id, progress_bar, remark, stdin
-from millrace.cli.reconnecting_client import ReconnectingClient
+from millrace.cli.reconnecting_client import FULL_QUEUE_INTERVAL_S, ReconnectingClient
 from millrace.cli.values import BYTE_ORDER_MARK
 from millrace.cli.wait import wait_for_jobs
 from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
@@ -30,12 +31,15 @@ from millrace.producer.calls import KnownJob
 from millrace.producer.options import build_request
 from millrace.producer.request import CHAT_FIELDS
 from millrace.producer.wire import parse_body, to_submission
-from millrace.results.errors import QueueFull
+from millrace.results.errors import QueueFull, shown
 from millrace.results.messages import Submission
 from millrace.results.replies import Outcome
 from millrace.results.waiting import counted_noun
 
 _BATCH_LINES = 500
+_SHOWN_LINES = 20
+"""Refused lines of which each has its own message."""
+_GZIP = b"\x1f\x8b"
 _PAUSE_S, _MOST_WAIT_S, _BLOCK_BYTES = 0.1, 1.0, 1 << 20
 
 
@@ -55,27 +59,29 @@ def submit_file(
     """
     check_options(options)
     client.submit_many([], **call_options)  # checks call_options
-    submission = _Submission(client, options, call_options)
+    most_wait_s = (math.inf if args.timeout is None else args.timeout) if args.wait else 0.0
+    submission = _Submission(client, options, call_options, most_wait_s, keeps_ids=args.wait)
     with resumable(submission.hint), _open(args.file) as file, progress_bar() as bar:
         task = bar.add_task("submitted", total=_count_lines(file))
-        ids: list[str] = []
         for job_id in submission.submit(_lines(file)):
             bar.advance(task)
-            if args.wait:
-                ids.append(job_id)
-            else:
+            if not args.wait:
                 print_id(job_id, as_json=args.json)
         sys.stdout.flush()
     if not submission.num_submitted + submission.num_refused:
         raise CommandError(f"{'stdin' if args.file == '-' else args.file}: the file has no lines", INVALID)
     report_known(args, submission.known, submission.num_submitted - len(submission.known))
+    if submission.num_repeated:
+        remark(f"lines that repeat an id, and so are no jobs of their own: {submission.num_repeated:,}")
     status = OK
     if args.wait:
         how_to_resume = resume_with(args, "wait", "--batch", args.batch) if args.batch else submission.hint()[1]
-        status = wait_for_jobs(client, args, ids, how_to_resume)
+        status = wait_for_jobs(client, args, list(submission.job_ids), how_to_resume)
     else:
         warn_if_never_served(client, args.queue)
     if submission.num_refused:
+        if submission.num_refused > _SHOWN_LINES:
+            remark(f"and {submission.num_refused - _SHOWN_LINES:,} more lines are refused")
         remark(f"jobs submitted: {submission.num_submitted}, lines refused: {submission.num_refused}")
         return INVALID
     return status
@@ -92,13 +98,29 @@ def check_options(options: dict[str, Any]) -> None:
 class _Submission:
     """Submits one file, and owns the counts of its lines."""
 
-    def __init__(self, client: ReconnectingClient, options: dict[str, Any], call_options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        client: ReconnectingClient,
+        options: dict[str, Any],
+        call_options: dict[str, Any],
+        most_wait_s: float = 0.0,
+        *,
+        keeps_ids: bool = False,
+    ) -> None:
+        """`most_wait_s`: how long to wait for space in a full queue. `keeps_ids`: also those that no line has."""
         self._client = client
+        self._waits_until_s, self._has_waited = time.monotonic() + most_wait_s, False
         self._batch, self._durability = call_options.get("batch"), call_options.get("durability", "memory")
         self._options = options
         self.known: dict[str, KnownJob] = {}
         """The submitted jobs that the queue has had before."""
+        self.job_ids: dict[str, None] = {}
+        """Of the jobs in the queue, as far as they are kept, in the order of their first lines."""
+        self._keeps_ids = keeps_ids
         self.num_submitted = 0
+        """Jobs in the queue."""
+        self.num_repeated = 0
+        """Lines whose job another line has submitted."""
         self.num_refused = 0
         self._last_line = 0
         """Number of the last line that was sent."""
@@ -113,19 +135,51 @@ class _Submission:
         return what, "some lines have no id, so the same command would submit them twice: `millrace ls` shows the jobs"
 
     def submit(self, texts: Iterable[bytes | None]) -> Iterator[str]:
-        """Yield the ids of the jobs in the queue. At a limit, raise CommandError with the lines that are not submitted."""
+        """Yield the ids of the jobs in the queue, one for each line. Raises what `_wait_for_space` raises."""
         lines = self._requests(texts)
         while batch := list(islice(_until_pause(lines), _BATCH_LINES)):
             self._can_repeat = self._can_repeat and all(line.has_own_id for line in batch)
-            known = self._client.look_up(line.job.job_id for line in batch if line.has_own_id)
-            job_ids, left, full = self._submit_batch(batch)
-            self.num_submitted += len(job_ids)  # before an id is printed: printing may be interrupted
-            self.known |= {job_id: known[job_id] for job_id in job_ids if job_id in known}
-            yield from job_ids
-            if full:
-                if left[-1] < self._last_line:  # only then read on: a pipe may block
-                    left += [line.number for line in islice(filter(None, lines), 1)]
-                raise CommandError(f"not submitted: {_not_submitted(left, self._last_line)}: {full}")
+            own_ids = {line.job.job_id for line in batch if line.has_own_id}
+            known = self._client.look_up(own_ids)
+            while batch:
+                job_ids, batch, full = self._submit_batch(batch)
+                self._note(job_ids, own_ids, known)  # before an id is printed: printing may be interrupted
+                yield from job_ids
+                if full:
+                    self._wait_for_space(full, batch, lines)
+
+    def _note(self, job_ids: list[str], own_ids: Container[str], known: dict[str, KnownJob]) -> None:
+        """Note the jobs of lines that were submitted. `own_ids`: those that lines have. `known`: those that were in the
+        queue before."""
+        for job_id in job_ids:
+            if job_id in self.job_ids:
+                self.num_repeated += 1
+                continue
+            self.num_submitted += 1
+            if job_id in known:
+                self.known[job_id] = known[job_id]
+            if self._keeps_ids or job_id in own_ids:
+                self.job_ids[job_id] = None
+
+    def _wait_for_space(self, full: QueueFull, left: list[Line], lines: Iterator[Line | None]) -> None:
+        """Pause before another attempt. After the longest time to wait, raise CommandError with the lines that are left."""
+        if time.monotonic() < self._waits_until_s:
+            if not self._has_waited:
+                remark(f"no space in the queue ({full.limit} {full.value}): waiting until jobs have ended")
+            self._has_waited = True
+            time.sleep(FULL_QUEUE_INTERVAL_S)
+            return
+        numbers = [line.number for line in left]
+        if numbers[-1] < self._last_line:  # only then read on: a pipe may block
+            numbers += [line.number for line in islice(filter(None, lines), 1)]
+        before = QueueFull(full.limit, full.value, [], [])  # without the jobs of its call, which is a part of the file
+        remedy = "some lines have no id, so submit a file of only the lines that are named here"
+        if self._can_repeat:
+            remedy = "the same command resumes"
+        raise CommandError(
+            f"not submitted: {_not_submitted(numbers, self._last_line)}: {before}; "
+            f"{self.num_submitted} jobs of the file are in the queue: {remedy}"
+        )
 
     def _requests(self, texts: Iterable[bytes | None]) -> Iterator[Line | None]:
         """Yield the valid lines, and None for each pause of a pipe."""
@@ -135,13 +189,18 @@ class _Submission:
                 yield None
                 continue
             number += 1
-            text = text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
+            if number == 1:
+                if text.startswith(_GZIP) or b"\0" in text:
+                    remedy = "unpack it first, such as with: gunzip -c FILE | millrace submit --file -"
+                    raise CommandError(f"--file: is compressed, or no text in UTF-8; {remedy}", INVALID)
+                text = text.removeprefix(BYTE_ORDER_MARK)
             if text.strip():
                 try:
                     request = parse_body(self._filled(text))
                     yield Line(number, to_submission(request, batch=self._batch), request.id is not None)
                 except InvalidRequest as error:
-                    self._refuse(number, error)
+                    is_object = text.lstrip().startswith(b"{")
+                    self._refuse(number, error if is_object else _no_object(text))
 
     def _filled(self, text: bytes) -> bytes:
         """Add the options that the line leaves out, or has as null: but for max_tokens, this means the same. The rest of its
@@ -159,15 +218,15 @@ class _Submission:
             return text
         return msgspec.json.encode(gaps)[:-1] + (b"," if own else b"") + text.lstrip()[1:]
 
-    def _submit_batch(self, batch: list[Line]) -> tuple[list[str], list[int], QueueFull | None]:
-        """Return the ids of the jobs in the queue, the numbers of the lines that a limit has kept out, and its error."""
+    def _submit_batch(self, batch: list[Line]) -> tuple[list[str], list[Line], QueueFull | None]:
+        """Return the ids of the jobs in the queue, the lines that a limit has kept out, and its error."""
         job_ids: list[str] = []
-        left: list[int] = []
+        left: list[Line] = []
         full = None
         ends = self._client.submit_each([line.job for line in batch], self._durability)
         for line, end in zip(batch, ends, strict=True):
             if isinstance(end, QueueFull):
-                left.append(line.number)
+                left.append(line)
                 full = end
                 continue
             self._last_line = line.number
@@ -177,9 +236,15 @@ class _Submission:
                 self._refuse(line.number, end)
         return job_ids, left, full
 
-    def _refuse(self, number: int, error: Exception) -> None:
+    def _refuse(self, number: int, error: Exception | str) -> None:
         self.num_refused += 1
-        remark(f"line {number}: {error}")
+        if self.num_refused <= _SHOWN_LINES:
+            remark(f"line {number}: {error}")
+
+
+def _no_object(text: bytes) -> str:
+    begin = shown(text[:60].decode(errors="replace").strip())
+    return f'body: must be a JSON object on one line, such as {{"prompt": "3 + 4 ="}}, got {begin}'
 
 
 def _not_submitted(left: list[int], last_sent: int) -> str:

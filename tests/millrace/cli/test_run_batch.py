@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,21 @@ import pytest
 import redis
 
 from millrace.cli import batch_files
-from millrace.cli.exits import INTERRUPTED, INVALID, OK, OTHER
+from millrace.cli.exits import INTERRUPTED, INVALID, NO_REDIS, OK, OTHER
+from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.executor.launch.devices import lock_free_gpus
+from millrace.producer import GenerationRequest
+from millrace.producer.wire import to_submission
+from millrace.results.errors import RedisUnavailable
 from millrace.results.keys import QueueKeys
+from millrace.results.messages import ClaimedJob, Submission
 from tests.millrace.cli.command import WITH_SMALL_FILES, Command, environment, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import ROOT, wait_until
 
 COMPLETIONS = "/v1/completions"
 TINY = ROOT / "examples" / "tiny_model"
+DOCUMENT = ROOT / "docs" / "run-batch.md"
 
 
 class Files:
@@ -132,6 +141,30 @@ def test_a_model_that_is_not_there_ends_the_command_with_the_engines_reason(file
     assert "/nowhere" in ran.err
 
 
+def test_the_documented_programs_convert_a_table(
+    millrace: Command, engine: EngineByHand, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    to_lines, to_table, ordered = re.findall(r"^```py\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    Path("rows.csv").write_text('id,text\n7,"3 + 4, ="\nb,"a ""quoted""\ntext"\nc,é\n', encoding="utf-8")
+    exec(to_lines, {})
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        first, second, third = claim(engine, 3)
+        engine.finish(third, "three")
+        engine.fail(second, "no luck")
+        engine.finish(first, "one, two")
+        assert process.wait() == OTHER
+    exec(to_table, {})
+    exec(ordered, {})
+    assert list(csv.reader(StringIO(Path("answers.csv").read_text(encoding="utf-8")))) == [
+        ["id", "text", "answer"],
+        ["7", "3 + 4, =", "one, two"],
+        ["b", 'a "quoted"\ntext', ""],
+        ["c", "é", "three"],
+    ]
+    assert [json.loads(line)["custom_id"] for line in Path("ordered.jsonl").read_text().splitlines()] == ["7", "b", "c"]
+
+
 def test_each_line_of_the_input_has_one_line_in_the_output(
     millrace: Command, engine: EngineByHand, files: Files
 ) -> None:
@@ -141,6 +174,151 @@ def test_each_line_of_the_input_has_one_line_in_the_output(
     assert (ran.status, ran.out) == (OK, ""), ran.err
     assert files.statuses() == {f"c{i}": 200 for i in range(600)}
     assert len(files.answers()) == 600
+
+
+def test_texts_that_a_limit_has_cut_are_counted(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    files.write([call("cut"), call("whole"), call("refused", max_tokens=0)])
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        for job in claim(engine, 2):
+            engine.finish(job, "text", reason="length" if job.job_id.endswith("-1") else "stop")
+        _, err = process.communicate()
+    assert "millrace: 1 of 3 lines: cut at the limit of tokens" in err
+
+
+def claim(engine: EngineByHand, num_jobs: int) -> list[ClaimedJob]:
+    jobs: list[ClaimedJob] = []
+
+    def has_all() -> bool:
+        jobs.extend(engine.claim())
+        return len(jobs) == num_jobs
+
+    wait_until(has_all)
+    return jobs
+
+
+def interrupt(millrace: Command, files: Files, num_queued: int) -> str:
+    """Interrupt the command when it has submitted its jobs. Return the batch."""
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        wait_until(lambda: millrace("stats", "--json").json_lines()[0]["queued"] == num_queued)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    return str(err.split("millrace cancel --batch ")[1].strip())
+
+
+def test_jobs_that_were_cancelled_before_a_run_continues_run_again(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
+    files.write([call("a"), call("b"), call("c")])
+    batch = interrupt(millrace, files, num_queued=3)
+    millrace("cancel", "--batch", batch)
+    assert millrace("retry", f"{batch}-2").out
+    assert millrace("cancel", f"{batch}-2.r1").out
+    assert not engine.claim()
+    with answering(engine):
+        ran = millrace("run-batch", *files.arguments)
+    assert ran.status == OK, ran.err
+    assert files.statuses() == {"a": 200, "b": 200, "c": 200}
+    assert sorted(answer["id"] for answer in files.answers()) == [f"{batch}-{number}" for number in (1, 2, 3)]
+
+
+def test_a_run_waits_for_jobs_that_were_run_again(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    files.write([call("failed"), call("cancelled")])
+    batch = interrupt(millrace, files, num_queued=2)
+    millrace("cancel", f"{batch}-2")
+    engine.fail(engine.claim()[0], "no luck")
+    assert millrace("retry", "--batch", batch).out.split() == [f"{batch}-{x}" for x in ("1", "1.r1", "2", "2.r1")]
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        for job in claim(engine, 2):
+            engine.finish(job, "at last")
+        assert process.wait() == OK
+    assert files.statuses() == {"failed": 200, "cancelled": 200}
+
+
+def test_a_job_that_is_cancelled_during_a_run_stands_in_the_output(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
+    files.write([call("a")])
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        wait_until(lambda: len(millrace("ls", "--json").json_lines()) == 1)
+        millrace("cancel", millrace("ls", "--json").json_lines()[0]["id"])
+        assert process.wait() == OTHER
+    assert files.answers()[0]["error"]["code"] == "batch_cancelled"
+
+
+def test_a_run_that_loses_its_server_or_jobs_names_the_way_to_continue(
+    millrace: Command, engine: EngineByHand, files: Files, redis_client: redis.Redis, queue_name: str
+) -> None:
+    files.write([call("a")])
+    submit_each = ReconnectingClient.submit_each
+
+    def lose(client: ReconnectingClient, jobs: Sequence[Submission]) -> list[Any]:
+        ends = submit_each(client, jobs)
+        redis_client.delete(QueueKeys(queue_name).job(jobs[0].job_id))
+        return ends
+
+    redis_client.config_set("maxmemory", 1)
+    try:
+        full = millrace("run-batch", *files.arguments)
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReconnectingClient, "submit_each", lose)
+        lost = millrace("run-batch", *files.arguments)
+    assert full.status == lost.status == NO_REDIS
+    hint = "millrace: not complete (0 of 1 lines are written; the same command continues): "
+    assert full.err.startswith(f"{hint}Redis at ") and "is out of memory" in full.err
+    assert lost.err.startswith(f"{hint}the server has lost jobs of this run (run-")
+    assert full.err.count("\n") == lost.err.count("\n") == 1
+    with answering(engine):
+        assert millrace("run-batch", *files.arguments).status == OK
+
+
+def test_a_server_without_memory_refuses_jobs_but_their_answers_still_come(
+    engine: EngineByHand, redis_client: redis.Redis, redis_url: str, queue_name: str
+) -> None:
+    jobs = [to_submission(GenerationRequest(id=job_id, prompt="x")) for job_id in "abc"]
+    claimed: list[ClaimedJob] = []
+
+    def finish_first() -> None:
+        if not claimed:
+            claimed.extend(engine.claim())
+            engine.finish(claimed[0], "one")
+
+    with ReconnectingClient(redis_url, queue_name) as client:
+        ends = client.run_all(jobs, max_open=2, check=finish_first)
+        assert next(ends)[0] == "a"
+        redis_client.config_set("maxmemory", 1)
+        try:
+            engine.finish(claimed[1], "two")
+            assert next(ends)[0] == "b"
+            with pytest.raises(RedisUnavailable, match="out of memory"):
+                next(ends)
+        finally:
+            redis_client.config_set("maxmemory", 0)
+
+
+@pytest.mark.parametrize("second", [["a"], ["a", "b", "c"], ["a", "x"]], ids=["shrunk", "grown", "edited"])
+def test_an_input_that_changes_between_its_two_readings_is_refused(
+    millrace: Command, engine: EngineByHand, files: Files, second: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write([call("a"), call("b")])
+    read_input = batch_files.read_input
+
+    def read_and_change(path: Path) -> batch_files.Input:
+        found = read_input(path)
+        files.write([call(custom_id) for custom_id in second])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_files, "read_input", read_and_change)
+        ran = millrace("run-batch", *files.arguments)
+    assert (ran.status, ran.err.count("\n")) == (INVALID, 1)
+    assert f"{files.input}: has changed since this command began to read it; put the earlier content back" in ran.err
+    assert files.state.exists()
+    files.write([call("a"), call("b")])
+    with answering(engine):
+        assert millrace("run-batch", *files.arguments).status == OK
+    assert files.statuses() == {"a": 200, "b": 200}
 
 
 def test_broken_lines_stand_in_the_output_and_the_others_run(
@@ -207,7 +385,7 @@ def test_files_that_cannot_be_used_are_named(millrace: Command, files: Files, tm
     for output, message in (
         (same, "is the input"),
         (files.input, "is the input"),
-        (before, "exists already"),
+        (before, "exists already: it is the complete output of a run, or another file; name another file"),
         (tmp_path, "has to be a regular file"),
         (tmp_path / "no" / "out.jsonl", f"out.jsonl: there is no directory {tmp_path / 'no'}"),
     ):
@@ -216,6 +394,7 @@ def test_files_that_cannot_be_used_are_named(millrace: Command, files: Files, tm
         assert message in ran.err and output.name in ran.err and ran.err.count("\n") == 1
     assert before.read_text() == "precious\n"
     assert millrace("run-batch", "-i", "/nowhere", "-o", str(files.output)).status == INVALID
+    assert "the input is read twice" in millrace("run-batch", "-i", "-", "-o", str(files.output)).err
     os.mkfifo(pipe := tmp_path / "pipe")
     end = os.open(pipe, os.O_RDWR)  # so that the command need not wait for a writer
     ran = millrace("run-batch", "-i", str(pipe), "-o", str(files.output))
@@ -293,7 +472,7 @@ def test_a_disk_that_takes_a_part_of_the_last_line_is_full(
     with answering(engine):
         with started("-c", WITH_SMALL_FILES, "run-batch", *millrace.place, *files.arguments) as process:
             _, err = process.communicate()
-        assert process.returncode == OTHER
+        assert process.returncode == NO_REDIS
         assert "out.jsonl: File too large" in err
         assert millrace("run-batch", *files.arguments).status == OK
     assert len(files.answers()) == 1
@@ -306,8 +485,8 @@ def test_a_full_disk_is_named_and_the_same_command_continues(
     with answering(engine):
         with started("-c", WITH_SMALL_FILES, "run-batch", *millrace.place, *files.arguments) as process:
             _, err = process.communicate()
-        assert process.returncode == OTHER
-        assert "out.jsonl: File too large" in err and "run the same command again" in err
+        assert process.returncode == NO_REDIS
+        assert "out.jsonl: File too large" in err and "of 50 lines are written; the same command continues" in err
         assert millrace("run-batch", *files.arguments).status == OK
     assert files.statuses() == {f"c{i}": 200 for i in range(50)}
     assert len(files.answers()) == 50
@@ -318,7 +497,7 @@ def test_a_disk_without_room_for_the_state_is_named(millrace: Command, files: Fi
     script = WITH_SMALL_FILES.replace("5000", "0")
     with started("-c", script, "run-batch", *millrace.place, *files.arguments) as process:
         _, err = process.communicate()
-    assert (process.returncode, err) == (OTHER, f"millrace: {files.state}: File too large\n")
+    assert (process.returncode, err) == (NO_REDIS, f"millrace: {files.state}: File too large\n")
 
 
 def test_a_second_process_cannot_write_the_same_output(millrace: Command, engine: EngineByHand, files: Files) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 from argparse import Namespace
@@ -86,10 +87,46 @@ def test_a_bad_line_is_named_and_stops_nothing(millrace: Command, tmp_path: Path
     ran = millrace("submit", "--file", str(file))
     assert ran.status == 2
     assert ran.out.split() == ["a", "a", "f"]
-    *complaints, last = ran.err.splitlines()
+    *complaints, repeated, last = ran.err.splitlines()
     numbers = [int(line.removeprefix("millrace: line ").partition(":")[0]) for line in complaints]
     assert sorted(numbers) == [2, 4, 5, 6, 7, 8, 9, 11]
-    assert last == "millrace: jobs submitted: 3, lines refused: 8"
+    assert complaints[0].endswith(
+        'body: must be a JSON object on one line, such as {"prompt": "3 + 4 ="}, got \'not json\''
+    )
+    assert repeated == "millrace: lines that repeat an id, and so are no jobs of their own: 1"
+    assert last == "millrace: jobs submitted: 2, lines refused: 8"
+
+
+def test_of_many_bad_lines_only_the_first_are_named(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "rows.csv", *(b"%d,text" % number for number in range(1500)))
+    ran = millrace("submit", "--file", str(file))
+    assert (ran.status, ran.out) == (2, "")
+    *shown, more, last = ran.err.splitlines()
+    assert [line.partition(": body: must be a JSON object")[0] for line in shown] == [
+        f"millrace: line {number}" for number in range(1, 21)
+    ]
+    assert more == "millrace: and 1,480 more lines are refused"
+    assert last == "millrace: jobs submitted: 0, lines refused: 1500"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(b'{"prompt": "x"}\n' * 99), '{"prompt": "x"}\n'.encode("utf-16")],
+    ids=["gzip", "utf-16"],
+)
+def test_a_file_that_is_no_text_is_refused_with_one_message(millrace: Command, content: bytes) -> None:
+    ran = millrace("submit", "--file", "-", stdin=content)
+    assert (ran.status, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert "--file: is compressed, or no text in UTF-8; unpack it first" in ran.err
+
+
+def test_lines_that_repeat_an_id_are_one_job(millrace: Command, engine: EngineByHand, tmp_path: Path) -> None:
+    lines = [{"id": job_id, "prompt": "x"} for job_id in ("a", "b", "a", *(f"c{n}" for n in range(600)), "a")]
+    file = write_lines(tmp_path / "jobs", *lines)
+    repeated = "millrace: lines that repeat an id, and so are no jobs of their own: 2"
+    assert millrace("submit", "--file", str(file)).err.splitlines() == [repeated]
+    counts = "millrace: jobs: 0 new, 602 in the queue already (602 queued)"
+    assert millrace("submit", "--file", str(file)).err.splitlines() == [counts, repeated]
 
 
 def test_a_line_that_the_server_refuses_stops_nothing_either(millrace: Command, tmp_path: Path) -> None:
@@ -184,10 +221,41 @@ def test_at_a_limit_nothing_more_is_sent_even_if_there_is_room_again(
     assert client.stats().queued == 20
     assert capsys.readouterr().out.split() == [line["id"] for line in lines[:20]]
     assert str(error.value).startswith(
-        "not submitted: all from line 22 on: the queue has as many jobs waiting as max_queued_jobs allows, 20; "
-        "20 jobs of this call are in the queue"
+        "not submitted: all from line 22 on: the queue has as many jobs waiting as max_queued_jobs allows, 20. "
     )
+    assert str(error.value).endswith("; 20 jobs of the file are in the queue: the same command resumes")
     assert client.num_calls == 1
+
+
+def test_at_a_limit_the_jobs_of_the_whole_file_are_counted(client: DrainedClient, tmp_path: Path) -> None:
+    client.limit(max_queued_jobs=700)
+    file = write_lines(tmp_path / "jobs", *({"prompt": "x"} for _ in range(1000)))
+    with pytest.raises(CommandError, match=r"^not submitted: all from line 701 on: .*; 700 jobs of the file") as error:
+        submit_file(client, arguments(file), {}, {})
+    assert str(error.value).endswith("have no id, so submit a file of only the lines that are named here")
+
+
+def test_with_wait_a_file_waits_for_space_in_the_queue(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    redis_client.hset(f"millrace:{{{queue_name}}}:settings", "max_queued_jobs", 2)
+    lines = '{"prompt": "x"}\n' * 5
+    late = millrace("submit", "--file", "-", "--wait", "--timeout", "0.2", stdin=lines)
+    assert late.err.splitlines()[1].startswith("millrace: not submitted: all from line 3 on: ")
+    with started(*millrace.line("submit", "--file", "-", "--wait"), stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(lines)
+        process.stdin.close()
+        num_finished = 0
+        while num_finished < 7:
+            for job in engine.claim():
+                engine.finish(job, "text")
+                num_finished += 1
+        assert process.stdout is not None and process.stderr is not None
+        assert len(process.stdout.readlines()) == 5
+        waits = "millrace: no space in the queue (max_queued_jobs 2): waiting until jobs have ended\n"
+        assert process.stderr.read() == waits
+        assert process.wait() == 0
 
 
 def test_at_a_limit_a_pipe_need_not_end_first(client: DrainedClient) -> None:
