@@ -71,6 +71,7 @@ class KnownJob(NamedTuple):
     state: str
     batch: str | None
     redriven_as: str | None
+    error_kind: str | None
 
 
 def look_up(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, KnownJob]]:
@@ -78,9 +79,9 @@ def look_up(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, KnownJob]
     found: dict[str, KnownJob] = {}
     for some in batched(job_ids, CHANGED_JOBS):
         for job_id, fields in zip(some, (yield [commands.look_up(keys, one) for one in some]), strict=True):
-            state, batch, new_id = (replies.text(field) if field else None for field in fields)
+            state, *others = (replies.text(field) if field else None for field in fields)
             if state:
-                found[job_id] = KnownJob(state, batch, new_id)
+                found[job_id] = KnownJob(state, *others)
     return found
 
 

@@ -111,7 +111,7 @@ def body_start(keys: QueueKeys, job_id: str) -> Command:
 
 
 def look_up(keys: QueueKeys, job_id: str) -> Command:
-    return command("HMGET", keys.job(job_id), "state", "batch", "redriven_as")
+    return command("HMGET", keys.job(job_id), "state", "batch", "redriven_as", "error_kind")
 
 
 def error_kind(keys: QueueKeys, job_id: str) -> Command:

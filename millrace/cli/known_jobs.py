@@ -30,8 +30,11 @@ def report_known(args: argparse.Namespace, known: Mapping[str, KnownJob], num_ne
     remark(f"jobs: {num_new} new, {len(known)} in the queue already ({counts})")
     if redriven := [f"{job_id} (as {job.redriven_as})" for job_id, job in known.items() if job.redriven_as]:
         remark(f"already run again: {some_ids(redriven)}")
-    lost = [job_id for job_id, job in known.items() if job.state in WITHOUT_RESULT and not job.redriven_as]
-    if lost:
+    ended = [job_id for job_id, job in known.items() if job.state in WITHOUT_RESULT and not job.redriven_as]
+    invalid = dict.fromkeys(job_id for job_id in ended if known[job_id].error_kind == "invalid_request")
+    if invalid:
+        remark(f"not run again, since their requests are invalid and would fail again: {some_ids(list(invalid))}")
+    if lost := [job_id for job_id in ended if job_id not in invalid]:
         again = command_line(args, "retry", *_which(lost, {known[job_id].batch for job_id in lost}))
         remark(f"not run again, since they have ended without a result: {some_ids(lost)}; to run them: {again}")
     batches = {job.batch for job in known.values() if job.batch != args.batch}

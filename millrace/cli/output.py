@@ -6,18 +6,15 @@ import shutil
 import sys
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any
 
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from millrace.results.job import Job
 
 
-CUT = "cut at the limit of tokens: --max-tokens, or the context of the model"
+CUT = "cut at the limit of tokens: max_tokens, or the context of the model"
 _CLEAR_LINE = "\r\x1b[K"
 _MIN_FOLDED = 12
 """Least characters of a table's last column. A terminal with less space folds whole lines."""
@@ -145,43 +142,3 @@ def status_of(job: Job) -> int:
     why = f": {job.error.message}" if job.error else "" if job.has_result else ": its result has expired"
     remark(f"{job.id}: {job.state}{why}")
     return OTHER
-
-
-def progress_bar(*, has_terminal: bool | None = None) -> Progress:
-    """Return a progress bar on stderr. By default it is off if stdout is a terminal too: printed lines show the progress."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-    from rich.text import Text
-
-    def rate(task: Task) -> float:
-        # rich's own takes the time since the first advance: far too much where many end together
-        before = task.fields.setdefault("completed_before", task.completed)
-        return (task.completed - before) / task.elapsed if task.elapsed else 0.0
-
-    class RateColumn(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(f"{rate(task):,.1f}/s")
-
-    class TimeLeftColumn(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            left = "-:--:--"
-            if task.remaining is not None and (per_s := rate(task)):
-                left = str(timedelta(seconds=round(task.remaining / per_s)))
-            return Text(f"left: {left}")
-
-    console = Console(stderr=True)
-    if has_terminal is None:
-        has_terminal = console.is_terminal and not sys.stdout.isatty()
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn()),
-        *(TimeElapsedColumn(), TimeLeftColumn()),
-    )
-    return Progress(*columns, console=console, disable=not has_terminal, redirect_stdout=False)

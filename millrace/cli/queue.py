@@ -152,17 +152,20 @@ def _with_obstacle(stats: QueueStats) -> dict[str, Any]:
 
 
 def run_batch_status(args: argparse.Namespace) -> int:
+    from millrace.results.waiting import describe_obstacle, duration
+
     with open_client(args) as client:
         status = client.batch_status(args.batch)
+        obstacle = describe_obstacle(client.stats(), args.queue) if status.num_open else None
     if args.json:
         print_json(status)
         return OK
     rows = [(name, str(getattr(status, name))) for name in _BATCH_COUNTS]
-    if status.num_open:
-        from millrace.results.waiting import duration
-
+    if status.num_open and not obstacle:
         rows.append(("time left", duration(status.eta_s)))
     print_table(("jobs", "count"), rows)
+    if obstacle:
+        remark(obstacle)
     return OK
 
 

@@ -6,14 +6,14 @@ import argparse
 import contextlib
 import re
 import sys
-import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError
 from millrace.cli.options import Verbs, add_verb
-from millrace.cli.output import CUT, progress_bar, remark
+from millrace.cli.output import CUT, remark
+from millrace.cli.progress import ProgressReport
 from millrace.cli.values import integer
 from millrace.cli.wait_report import WaitReport
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 MAX_OPEN = 10_000
 """Jobs of a run that are in the queue at a time: more than the engines of a large service run at once."""
-_REPORT_INTERVAL_S = 10.0
 
 _EPILOG = """The answers come in the order in which they are ready. If the command ends early for whatever reason, run it
 again: it continues, and no line is missing or doubled. The exit status is 4 at such an end, and 1 if the output is complete
@@ -149,7 +148,7 @@ class _Run:
         self._defaults = {name: value for name, value in options.items() if name == "priority"}
         self._open: dict[str, Call] = {}
         """By line id: the calls whose jobs are in the queue."""
-        self._progress = _Progress(num_lines, output.num_written)
+        self._progress = ProgressReport(num_lines, "lines", "answered", output.num_written, has_bar=sys.stderr.isatty())
 
     def answer(self, lines: Iterator[InputLine], redis_url: str | None, queue: str, check: Callable[[], None]) -> None:
         from millrace.cli.reconnecting_client import ReconnectingClient
@@ -189,30 +188,3 @@ class _Run:
             else:
                 self._open[line_id] = call
                 yield job
-
-
-class _Progress:
-    """Shows how many lines are written: a bar on a terminal, otherwise a line now and then."""
-
-    def __init__(self, num_lines: int, num_before: int) -> None:
-        self._num_lines, self._num_before = num_lines, num_before
-        self._began_s = self._reported_s = time.monotonic()
-        self._bar = progress_bar(has_terminal=sys.stderr.isatty())
-        self._task = self._bar.add_task("answered", total=num_lines, completed=num_before)
-
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, num_written: int) -> None:
-        from millrace.results.waiting import duration
-
-        self._bar.update(self._task, completed=num_written)
-        now_s = time.monotonic()
-        if self._bar.disable and now_s >= self._reported_s + _REPORT_INTERVAL_S:
-            self._reported_s = now_s
-            rate = (num_written - self._num_before) / (now_s - self._began_s)
-            left = duration((self._num_lines - num_written) / rate) if rate else "unknown"
-            remark(f"{num_written:,} of {self._num_lines:,} lines answered, {rate:,.2f} lines/s, time left: {left}")

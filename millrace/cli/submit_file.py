@@ -21,7 +21,8 @@ import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.known_jobs import report_known
-from millrace.cli.output import print_id, progress_bar, remark, stdin
+from millrace.cli.output import print_id, remark, stdin
+from millrace.cli.progress import progress_bar
 from millrace.cli.reconnecting_client import FULL_QUEUE_INTERVAL_S, ReconnectingClient
 from millrace.cli.values import BYTE_ORDER_MARK
 from millrace.cli.wait import wait_for_jobs

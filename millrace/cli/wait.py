@@ -13,12 +13,12 @@ from millrace.cli.output import (
     end_of,
     print_job,
     print_outputs,
-    progress_bar,
     remark,
     run_again,
     status_of,
     was_cut,
 )
+from millrace.cli.progress import ProgressReport
 from millrace.cli.values import seconds
 from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
@@ -78,15 +78,15 @@ def wait_for_jobs(
 
     client.limit_waiting(args.timeout)
     status, num_ended, num_rerun, num_cut = OK, 0, 0, 0
+    progress = ProgressReport(len(ids), "jobs", "ended")
     with (
         resumable(lambda: (f"{num_ended} of {len(ids)} jobs have ended, the others continue", how_to_resume)),
-        progress_bar() as bar,
+        progress,
         WaitReport(args),
     ):
-        task = bar.add_task("ended", total=len(ids))
         for job in client.as_completed(ids, timeout_s=args.timeout):
             num_ended += 1
-            bar.advance(task)
+            progress.show(num_ended)
             if is_batch and job.redriven_as:
                 num_rerun += 1
                 continue

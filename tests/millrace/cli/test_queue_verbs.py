@@ -28,6 +28,8 @@ def test_a_batch_is_submitted_looked_at_and_cancelled(millrace: Command, engine:
     lines = "".join(json.dumps({"id": f"j{n}", "prompt": "x"}) + "\n" for n in range(3))
     assert millrace("submit", "--file", "-", "--batch", "nightly", stdin=lines).status == 0
     assert millrace("submit", "x", "--id", "late", "--batch", "nightly", "--delay-s", "3600").status == 0
+    waiting = batch_status(millrace, "nightly")
+    assert waiting.err.startswith("millrace: no engine serves queue ") and "time left" not in waiting.out
     engine.finish(engine.claim()[0], "done")
     rows = dict(line.split("\t") for line in batch_status(millrace, "nightly").out.splitlines())
     assert (rows["running"], rows["delayed"], rows["finished"], rows["total"]) == ("2", "1", "1", "4")
@@ -95,6 +97,10 @@ def test_retrying_all_leaves_out_what_would_fail_again(millrace: Command, engine
     ran = millrace("retry", "--all")
     assert (ran.status, ran.out) == (0, f"{first.job_id}\t{first.job_id}.r1\n")
     assert ran.err == (f"millrace: left out, since their requests are invalid and would fail again: {second.job_id}\n")
+    known = millrace("submit", "x", "--id", second.job_id).err.splitlines()
+    assert known[1:] == [
+        f"millrace: not run again, since their requests are invalid and would fail again: {second.job_id}"
+    ]
     assert millrace("retry", second.job_id).out == f"{second.job_id}\t{second.job_id}.r1\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import redis
 from rich.progress import ProgressColumn
 
 from millrace import Client, WaitTimeout
-from millrace.cli.output import live_line, progress_bar, remark
+from millrace.cli import progress
+from millrace.cli.output import live_line, remark
+from millrace.cli.progress import progress_bar
 from millrace.embedded import EmbeddedServer
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import ClaimedJob
@@ -278,7 +281,7 @@ def test_an_output_that_a_limit_of_tokens_has_cut_is_reported_once_for_each_wait
         millrace("submit", "x", "--id", job_id, "--batch", "all")
     for job in engine.claim():
         engine.finish(job, "text", reason="stop" if job.job_id == "c" else "length")
-    cut = "cut at the limit of tokens: --max-tokens, or the context of the model\n"
+    cut = "cut at the limit of tokens: max_tokens, or the context of the model\n"
     assert millrace("wait", "a") == (0, "text\n", f"millrace: a: {cut}")
     assert millrace("tail", "a") == (0, "text\n", f"millrace: a: {cut}")
     assert millrace("submit", "x", "--id", "a", "--wait") == (0, "text\n", f"millrace: a: {cut}")
@@ -304,6 +307,20 @@ def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHa
     )  # fmt: skip
     listed = run_main("queues", "--redis", millrace.place[1], "--json").json_lines()
     assert {queue_name, f"{queue_name}-other"} <= {one["queue"] for one in listed}
+
+
+def test_without_a_terminal_a_wait_reports_its_progress_now_and_then(
+    millrace: Command, engine: EngineByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    for job in engine.claim():
+        engine.finish(job, "y")
+    assert millrace("wait", "a", "b").err == ""
+    monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.0)
+    first, last = millrace("wait", "a", "b").err.splitlines()
+    assert re.fullmatch(r"millrace: 1 of 2 jobs ended, [\d,.]+ jobs/s, time left: 0 s", first)
+    assert last.startswith("millrace: 2 of 2 jobs ended, ")
 
 
 def test_a_progress_bar_counts_what_came_since_it_is_shown() -> None:
