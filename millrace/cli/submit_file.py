@@ -40,7 +40,8 @@ from millrace.results.waiting import counted_noun
 _BATCH_LINES = 500
 _SHOWN_LINES = 20
 """Refused lines of which each has its own message."""
-_GZIP = b"\x1f\x8b"
+_NO_UTF_8 = (b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
+"""How a file of gzip, and one in UTF-16, begins."""
 _PAUSE_S, _MOST_WAIT_S, _BLOCK_BYTES = 0.1, 1.0, 1 << 20
 
 
@@ -191,8 +192,8 @@ class _Submission:
                 continue
             number += 1
             if number == 1:
-                if text.startswith(_GZIP) or b"\0" in text:
-                    remedy = "unpack it first, such as with: gunzip -c FILE | millrace submit --file -"
+                if text.startswith(_NO_UTF_8):
+                    remedy = "unpack or convert it first, such as with: gunzip -c FILE | millrace submit --file -"
                     raise CommandError(f"--file: is compressed, or no text in UTF-8; {remedy}", INVALID)
                 text = text.removeprefix(BYTE_ORDER_MARK)
             if text.strip():

@@ -117,7 +117,12 @@ def test_of_many_bad_lines_only_the_first_are_named(millrace: Command, tmp_path:
 def test_a_file_that_is_no_text_is_refused_with_one_message(millrace: Command, content: bytes) -> None:
     ran = millrace("submit", "--file", "-", stdin=content)
     assert (ran.status, ran.out, ran.err.count("\n")) == (2, "", 1)
-    assert "--file: is compressed, or no text in UTF-8; unpack it first" in ran.err
+    assert "--file: is compressed, or no text in UTF-8; unpack or convert it first" in ran.err
+
+
+def test_a_first_line_of_other_bytes_costs_no_other_line(millrace: Command) -> None:
+    ran = millrace("submit", "--file", "-", stdin=b'\0\0\n{"id": "a", "prompt": "x"}\n')
+    assert (ran.status, ran.out) == (2, "a\n")
 
 
 def test_lines_that_repeat_an_id_are_one_job(millrace: Command, engine: EngineByHand, tmp_path: Path) -> None:
