@@ -36,17 +36,16 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
 
 async def generate(request: Request) -> Response:
     client: AsyncClient = request.app.state.client
-    # With an id of our own, the job of a request that ends during the submission is known too.
+    open_jobs: set[str] = request.app.state.open_jobs
     job_id = uuid.uuid4().hex
+    open_jobs.add(job_id)  # before it is submitted: if the submission is cut off, the job may be in the queue
     try:
         await client.submit(**{**await request.json(), "stream": True, "job_id": job_id})
-    except (InvalidRequest, ValueError, TypeError) as error:
-        return JSONResponse({"error": str(error)}, 400)
-    except QueueFull as error:
-        return JSONResponse({"error": str(error)}, 429)
     except RedisUnavailable as error:
         return JSONResponse({"error": str(error)}, 503)
-    request.app.state.open_jobs.add(job_id)
+    except (QueueFull, InvalidRequest, ValueError, TypeError) as error:
+        open_jobs.discard(job_id)
+        return JSONResponse({"error": str(error)}, 429 if isinstance(error, QueueFull) else 400)
     return StreamingResponse(events(request.app, job_id), media_type="text/event-stream")
 
 
