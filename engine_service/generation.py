@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
@@ -106,17 +106,42 @@ class Generation:
             self._final_text = self._decode_whole() if self._rules.is_text_wanted else ""
         return self._final_text
 
-    def final_text_with(self, special_token_ids: frozenset[int]) -> str:
-        """Return the text of the finished generation with these special tokens, also where the text leaves them out."""
-        text, output = self.final_text(), self.token_ids
-        if not self._rules.skip_special_tokens or special_token_ids.isdisjoint(output):
-            return text
+    def marked_text_between(self, start: int, end: int, marks: Mapping[int, str]) -> str:
+        """Return what `text_between` does, with the texts of these special tokens, also where the text leaves them out."""
+        if not self._leaves_out_any(marks, start, end):
+            return self.text_between(start, end)
+        return self._marked(self._start_decoding().text, start, end, marks)
+
+    def marked_final_text_after(self, start: int, marks: Mapping[int, str]) -> str:
+        """Return what `final_text_after` does, with the texts of these special tokens, also where it leaves them out."""
+        num_shown = len(self.token_ids) - self._leaves_out_last()
+        if not self._leaves_out_any(marks, start, num_shown):
+            return self.final_text_after(start)
+        if start or self._detokenizer is not None:
+            return self._marked(self.final_text(), start, num_shown, marks)
         assert self._tokenizer is not None
-        hidden = self._tokenizer.special_token_ids - special_token_ids
-        shown = [each for each in (output[:-1] if self._leaves_out_last() else output) if each not in hidden]
-        whole = self._tokenizer.decode_output(self.sequence.prompt_token_ids, shown, skip_special_tokens=False)
-        cut = "" if self._detokenizer is None else self._detokenizer.flush()[len(text) :]
-        return whole[: len(whole) - len(cut)] if whole.endswith(cut) else text
+        hidden = self._tokenizer.special_token_ids - marks.keys()
+        shown = [each for each in self.token_ids[:num_shown] if each not in hidden]
+        return self._tokenizer.decode_output(self.sequence.prompt_token_ids, shown, skip_special_tokens=False)
+
+    def _leaves_out_any(self, marks: Mapping[int, str], start: int, end: int) -> bool:
+        is_hidden = self._rules.is_text_wanted and self._rules.skip_special_tokens
+        return is_hidden and not marks.keys().isdisjoint(self.token_ids[start:end])
+
+    def _marked(self, text: str, start: int, end: int, marks: Mapping[int, str]) -> str:
+        """Return the part of `text` that belongs to the output tokens [start, end), with the marks among them."""
+        detokenizer = self._start_decoding()
+        ends = detokenizer.ends
+        pieces, at = [], detokenizer.end_of(start)
+        for index in range(start, end):
+            mark = marks.get(self.token_ids[index])
+            if mark is not None and ends[index] <= len(
+                text
+            ):  # else it is behind the stop string that has ended the text
+                pieces += [text[at : ends[index]], mark]
+                at = ends[index]
+        pieces.append(text[at:] if end == len(ends) else text[at : ends[end - 1]])
+        return "".join(pieces)
 
     # --- log-probabilities ---
 

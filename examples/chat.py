@@ -1,4 +1,4 @@
-"""A conversation with the model: its reasoning apart from its answers, and the tokens and times of each answer.
+"""A conversation with the model, shown as it comes: reasoning apart from answers, then the tokens and times of each answer.
 
     python examples/chat.py "What is 3 + 4?" "And 20 + 22?" --redis redis://localhost:6379/0
 
@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
 
-from millrace import Client, Job
+from millrace import Client, Job, StreamEvent
 
 
 def main() -> None:
@@ -25,18 +27,31 @@ def main() -> None:
         for question in args.questions:
             messages.append({"role": "user", "content": question})
             budget = args.thinking_token_budget
-            job_id = client.submit(messages=messages, max_tokens=None, temperature=0, thinking_token_budget=budget)
-            job = client.wait(job_id, timeout_s=300)
-            show(job)
+            options: dict[str, Any] = {"max_tokens": None, "temperature": 0, "thinking_token_budget": budget}
+            job_id = client.submit(messages=messages, stream=True, **options)
+            show(client.stream(job_id, timeout_s=300))
+            job = client.get(job_id)
+            show_numbers(job)
             messages.append({"role": "assistant", "content": job.content or ""})
 
 
-def show(job: Job) -> None:
+def show(events: Iterator[StreamEvent]) -> None:
+    is_reasoning = False
+    for event in events:
+        if event.reasoning:
+            print(event.reasoning if is_reasoning else "(" + event.reasoning, end="", flush=True)
+            is_reasoning = True
+        if is_reasoning and (event.content or event.state):
+            print(")")
+            is_reasoning = False
+        if event.content:
+            print(event.content, end="", flush=True)
+    print()
+
+
+def show_numbers(job: Job) -> None:
     if job.error is not None or job.usage is None:
         raise SystemExit(f"job {job.id}: {job.error.message if job.error is not None else job.state}")
-    if job.reasoning is not None:
-        print(f"({job.reasoning})")
-    print(job.content)
     usage, times = job.usage, job.timings
     print(
         f"  {usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} of the answer"

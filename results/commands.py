@@ -155,12 +155,13 @@ def write(keys: QueueKeys, item: Write) -> Command:
         case Append():
             outputs: list[Argument] = []
             for number, one in enumerate(item.outputs, 1):
-                is_last, event_logprobs = number == len(item.outputs), one.event.logprobs if one.event else None
+                is_last, event = number == len(item.outputs), one.event
+                details = (_json(one.logprobs), _json(event.logprobs), _chat(event)) if event else ()
                 outputs += _output_arguments(one)
-                if one.event is not None or one.logprobs or not is_last:
-                    outputs += _event_arguments(one.event)
-                if one.logprobs or event_logprobs or not is_last:
-                    outputs += (_json(one.logprobs), _json(event_logprobs))
+                if event is not None or one.logprobs or not is_last:
+                    outputs += _event_arguments(event)
+                if one.logprobs or any(details) or not is_last:
+                    outputs += details or (_json(one.logprobs), b"", b"")
             return script_command("append", keys.prefix, item.job_id, item.lease, item.fingerprint, *outputs)
         case Begin():
             return script_command("begin", keys.prefix, item.job_id, item.lease)
@@ -170,10 +171,10 @@ def write(keys: QueueKeys, item: Write) -> Command:
             reasons = " ".join([item.finish_reason, *item.finish_reasons])
             events: list[Argument] = []
             for event in item.events:
-                events += (_suffix(event.index), *_event_arguments(event), _json(event.logprobs))
-            retryable, chat = "1" if item.is_retryable else "", _encode_json(item.chat) if item.chat else b""
+                events += (_suffix(event.index), *_event_arguments(event), _json(event.logprobs), _chat(event))
+            retryable = "1" if item.is_retryable else ""
             age_ms = "" if item.first_token_age_ms is None else item.first_token_age_ms
-            end = (item.state, reasons, *usage, error, retryable, chat, age_ms, _json(item.prompt_logprobs))
+            end = (item.state, reasons, *usage, error, retryable, age_ms, _json(item.prompt_logprobs))
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)
         case Release():
             outputs = [value for one in item.outputs for value in (*_output_arguments(one), _json(one.logprobs))]
@@ -216,6 +217,10 @@ def _output_arguments(output: NewOutput) -> tuple[Argument, ...]:
 
 def _json(lazy: LazyJson | None) -> bytes:
     return lazy.read() if lazy else b""
+
+
+def _chat(event: Event | None) -> bytes:
+    return _encode_json(event.chat) if event is not None and event.chat is not None else b""
 
 
 def _suffix(index: int | None) -> str:

@@ -21,7 +21,7 @@ from millrace.results.messages import (
     Signal,
     SignalKind,
 )
-from millrace.results.replies import decode_list, split_off_logprobs, text
+from millrace.results.replies import decode_list, text
 from millrace.results.tokens import unpack_tokens
 
 
@@ -30,11 +30,16 @@ def claim(reply: list[Any]) -> Claim:
     return Claim(jobs=[_claimed_job(fields) for fields in jobs], num_ready=num_ready, num_set_aside=num_set_aside)
 
 
+def _split_off_logprobs(others: list[Any]) -> list[list[bytes]]:
+    """Remove the log-probabilities from the end of a list of pairs, and return those of each candidate."""
+    return [lines.splitlines() for lines in others.pop()] if len(others) % 2 else []
+
+
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
     job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, *more = fields
     protocol, tenant, priority, *others = more
-    wrong, logprobs = None, split_off_logprobs(others) if others else []
+    wrong, logprobs = None, _split_off_logprobs(others) if others else []
     is_intact = seed and created and protocol == _PROTOCOL and (seed + created).isdigit()  # as nearly always
     if not is_intact or len(seed) > 19 or len(created) > 19 or len(tokens) % 4 or others:
         wrong = _corruption({"seed": seed, "created": created, "v": protocol}, [tokens, *others[::2]])

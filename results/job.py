@@ -23,6 +23,13 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The text that this event adds. The joined texts of a candidate's events are its text. Empty in the terminal event."""
     index: int = 0
     """The candidate."""
+    content: str | None = None
+    """What this event adds to the candidate's `content`: its text, and in a chat what of it is neither reasoning nor a tool
+    call. None for nothing. Joined, those of all events are what `Job` has; so are the next two."""
+    reasoning: str | None = None
+    """What it adds to the reasoning. None for nothing."""
+    tool_calls: list[ToolCall] = []
+    """The tool calls that it completes."""
     state: str | None = None
     """Set on the terminal event: finished, failed, cancelled or expired."""
     is_restart: bool = False

@@ -11,6 +11,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     logprobs:<id>          string  their log-probabilities, a JSON line each     append               like the tokens
     result:<id>            stream  events, then one terminal entry               append, finish       result TTL after end
     text:<id>              string  text of events that the stream has lost       append               like the result
+    chat:<id>              string  parts of a chat in events that it has lost     append               like the result
     watched:<id>           string  somebody reads the job live                   watch                as long as requested
     ready:<tenant>         zset    queued jobs, score priority, by age within    submit, release      while not empty
     tenants                zset    tenants with ready jobs, score virtual time   submit, claim        while not empty
@@ -35,7 +36,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
 
     * or like the result, when the stream has lost events
 
-Of several candidates each has tokens:<id>:<index>, logprobs:<id>:<index> and text:<id>:<index>.
+Of several candidates each has tokens:<id>:<index>, logprobs:<id>:<index>, text:<id>:<index> and chat:<id>:<index>.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text of a chat consists of."""
+    """What the text of a chat consists of, or what an event adds to it."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -172,6 +172,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     index: int | None = None
     logprobs: LazyJson | None = None
     """The JSON list of the tokens, see `results.logprobs`, where they are wanted."""
+    chat: ChatOutput | None = None
+    """What the event adds to the parts of a chat's output. None: the text is content."""
 
 
 class NewOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,8 +221,6 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """Reason of each candidate, if there are several."""
     error: JobError | None = None
     is_retryable: bool = False
-    chat: list[ChatOutput | None] = []
-    """Parts of the output of each candidate. None, or an empty list: the text is the content."""
     first_token_age_ms: int | None = None
     """How long ago the first token came; None where this engine has not sampled it."""
     prompt_logprobs: LazyJson | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,7 +20,6 @@ from millrace.results.errors import JobNotFound, QueueError, ResultExpired
 from millrace.results.job import StreamEvent
 from millrace.results.keys import QueueKeys
 from millrace.results.scripts import Command
-from millrace.results.tokens import unpack_tokens
 from millrace.results.transport import Reply
 from millrace.results.waiting import Deadline, JobDeadline, WaitLog, describe_obstacle
 
@@ -28,6 +28,25 @@ WATCH_REFRESH_S = 10.0
 REREAD_INTERVAL_S = 30.0
 MAX_ENTRIES = 500
 MAX_STATES = 1000
+
+
+class _Read(NamedTuple):
+    """How much of a candidate's output was read: tokens, characters and calls."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+    num_content: int = 0
+    num_reasoning: int = 0
+    num_calls: int = 0
+
+    def with_event(self, event: StreamEvent) -> _Read:
+        return _Read(
+            self.num_tokens + len(event.token_ids),
+            self.num_chars + len(event.text),
+            self.num_content + len(event.content or ""),
+            self.num_reasoning + len(event.reasoning or ""),
+            self.num_calls + len(event.tool_calls),
+        )
 
 
 class EventFollower:
@@ -49,8 +68,8 @@ class EventFollower:
         self._log = WaitLog(job_id, keys.queue)
         self._must_look = False  # nothing came for a while: is there an obstacle?
         self._num_tokens: int | None = None if after else 0  # of all candidates, read so far; None: unknown
-        self._read: dict[int, tuple[int, int]] | None = None if after else {}
-        """By candidate the tokens and characters that were read. None: unknown, after a resumption."""
+        self._read: dict[int, _Read] | None = None if after else {}
+        """What was read, by candidate. None: unknown, after a resumption."""
         self._take: Callable[[Sequence[Reply]], list[StreamEvent]] = self._take_watch
         """Reads the replies to the last commands."""
         self._can_resume = False
@@ -142,31 +161,32 @@ class EventFollower:
         return events
 
     def _take_trimmed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        first_text, first_tokens, trimmed_id, *others = answers[0]
-        logprobs = replies.split_off_logprobs(others)
+        trimmed_id, *trimmed = answers[0]
         if not trimmed_id:
             raise QueueError(f"the stream of job {self._job_id!r} has lost entries; call get for its output")
         self._must_fill = False
         is_restart = self._read is None
         read = self._read or {}
         self._read, self._num_tokens = read, 0
-        parts = zip([first_text, *others[::2]], [first_tokens, *others[1::2]], strict=True)
         events: list[StreamEvent] = []
-        for index, (text, packed) in enumerate(parts):
-            token_ids, (num_tokens, num_chars) = unpack_tokens(packed), read.get(index, (0, 0))
-            self._num_tokens += len(token_ids)
-            if len(token_ids) > num_tokens or not others:
+        for index, one in enumerate(trimmed):
+            output, known = replies.Output(one), read.get(index, _Read())
+            self._num_tokens += len(output.token_ids)
+            if len(output.token_ids) > known.num_tokens or len(trimmed) == 1:
                 event = StreamEvent(
                     id=self._last_id,  # a reader that stops in between lacks the rest
-                    offset=num_tokens,
-                    token_ids=token_ids[num_tokens:],
-                    text=text.decode()[num_chars:],
+                    offset=known.num_tokens,
+                    token_ids=output.token_ids[known.num_tokens :],
+                    text=output.text[known.num_chars :],
                     index=index,
+                    content=output.content[known.num_content :] or None,
+                    reasoning=output.reasoning[known.num_reasoning :] or None,
+                    tool_calls=output.tool_calls[known.num_calls :],
                     is_restart=is_restart and not events,
-                    logprobs=replies.first_logprobs(logprobs, index, len(token_ids))[num_tokens:] or None,
+                    logprobs=output.logprobs[known.num_tokens :] or None,
                 )
                 events.append(event)
-                read[index] = len(token_ids), num_chars + len(event.text)
+                read[index] = known.with_event(event)
         self._last_id = trimmed_id.decode()
         return [*events[:-1], *(msgspec.structs.replace(event, id=self._last_id) for event in events[-1:])]
 
@@ -174,8 +194,7 @@ class EventFollower:
         self._last_id = event.id
         self._num_tokens = position + len(event.token_ids)
         if self._read is not None:
-            num_chars = self._read.get(event.index, (0, 0))[1] + len(event.text)
-            self._read[event.index] = event.offset + len(event.token_ids), num_chars
+            self._read[event.index] = self._read.get(event.index, _Read()).with_event(event)
         self.is_done = event.state is not None
         return event
 

@@ -5,7 +5,7 @@ A job whose record is corrupt raises QueueError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -13,17 +13,18 @@ import msgspec
 from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry, TenantStats
 from millrace.results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound, QueueError
 from millrace.results.job import CompletionOutput, Job, StreamEvent, Timings
-from millrace.results.logprobs import TokenLogprobs, cumulative, decode_prompt, decode_tokens, join_tokens
+from millrace.results.logprobs import cumulative, decode_prompt, decode_tokens, join_tokens
 from millrace.results.messages import (
     TERMINAL_STATES,
     ChatOutput,
     JobError,
+    ToolCall,
     Usage,
 )
 from millrace.results.tokens import unpack_tokens
 
 _decode_error = msgspec.json.Decoder(JobError).decode
-_decode_chat = msgspec.json.Decoder(list[ChatOutput | None]).decode
+_decode_chat = msgspec.json.Decoder(ChatOutput).decode
 _decode_meta = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_token_ids = msgspec.json.Decoder(list[int]).decode
 
@@ -80,16 +81,6 @@ def outcomes(reply: Sequence[bytes]) -> list[Outcome]:
 
 
 _CREATED = Outcome("created")
-
-
-def split_off_logprobs(others: list[Any]) -> list[list[bytes]]:
-    """Remove the log-probabilities from the end of a list of pairs, and return those of each candidate."""
-    return [lines.splitlines() for lines in others.pop()] if len(others) % 2 else []
-
-
-def first_logprobs(lines: list[list[bytes]], index: int, count: int) -> list[TokenLogprobs]:
-    """Return those of the first tokens of a candidate; an empty list without any."""
-    return decode_tokens(join_tokens(lines[index][:count])) if lines else []
 
 
 def queue_stats(reply: list[Any]) -> QueueStats:
@@ -180,32 +171,20 @@ def job(job_id: str, queue: str, reply: list[Any] | None) -> Job:
 
 
 def _job(job_id: str, reply: list[Any]) -> Job:
-    state, attempt, created, started, ended, old_text, old_tokens, entries, *details = reply
-    meta, batch, redrive_of, redriven_as, num_retries, deadline, due, engine, tenant, num_tokens, *others = details
-    old_logprobs = split_off_logprobs(others)
-    trimmed = [old_text, old_tokens, *others]
-    texts = {index: [one.decode()] for index, one in enumerate(trimmed[::2])}
-    token_ids = {index: unpack_tokens(one) for index, one in enumerate(trimmed[1::2])}
-    logprobs = {index: first_logprobs(old_logprobs, index, len(token_ids[index])) for index in token_ids}
+    state, attempt, created, started, ended, trimmed, entries, *details = reply
+    meta, batch, redrive_of, redriven_as, num_retries, deadline, due, engine, tenant, num_tokens = details
+    found = [Output(one) for one in trimmed]
     terminal: dict[bytes, bytes] = {}
     for _, flat in entries:
         fields = dict(zip(flat[::2], flat[1::2], strict=True))
         if b"state" in fields:
             terminal = fields
         else:
-            index = int(fields.get(b"index", 0))
-            texts[index].append(fields[b"text"].decode())
-            token_ids[index] += _decode_token_ids(fields[b"tokens"])
-            if b"logprobs" in fields:
-                logprobs[index] += decode_tokens(fields[b"logprobs"])
+            found[int(fields.get(b"index", 0))].add(fields)
     reason, error = terminal.get(b"reason"), terminal.get(b"error")
     finish_reason = reason.decode() if reason else None
-    reasons = terminal[b"reasons"].decode().split() if b"reasons" in terminal else [finish_reason] * len(texts)
-    chat = _decode_chat(terminal[b"chat"]) if b"chat" in terminal else [None] * len(texts)
-    outputs = [
-        _output(index, "".join(texts[index]), token_ids[index], reasons[index], chat[index], logprobs[index])
-        for index in range(len(texts))
-    ]
+    reasons = terminal[b"reasons"].decode().split() if b"reasons" in terminal else [finish_reason] * len(found)
+    outputs = [_completion(index, one, reasons[index]) for index, one in enumerate(found)]
     return Job(
         id=job_id,
         state=state.decode(),
@@ -235,30 +214,67 @@ def _job(job_id: str, reply: list[Any]) -> Job:
         has_result=bool(terminal) or not ended,
         engine=text(engine) or None,
         tenant=text(tenant) or "default",
-        num_tokens=max(num_tokens, sum(map(len, token_ids.values()))),
+        num_tokens=max(num_tokens, sum(len(one.token_ids) for one in outputs)),
         prompt_logprobs=decode_prompt(prompt) if (prompt := terminal.get(b"prompt_logprobs")) else None,
     )
 
 
-def _output(
-    index: int,
-    text: str,
-    token_ids: list[int],
-    finish_reason: str | None,
-    chat: ChatOutput | None,
-    logprobs: list[TokenLogprobs],
-) -> CompletionOutput:
-    parts = chat or ChatOutput(content=text)
+class Output:
+    """Joins the output of a candidate: what was trimmed from its job's stream, and events."""
+
+    def __init__(self, trimmed: Sequence[bytes]) -> None:
+        """`trimmed`: an array of the script `trimmed`."""
+        text, tokens, logprobs, parts = trimmed
+        self.text = text.decode()
+        self.token_ids = unpack_tokens(tokens)
+        lines = logprobs.splitlines()[: len(self.token_ids)]
+        self.logprobs = decode_tokens(join_tokens(lines)) if lines else []
+        self.content, self.reasoning, self.tool_calls = self.text, "", list[ToolCall]()
+        self._is_split = bool(parts)
+        """Whether the engine has split any of the text into parts. Otherwise it is content."""
+        if parts:
+            self.content = ""
+            for line in parts.splitlines():
+                self._add_parts(_decode_chat(line))
+
+    def add(self, fields: Mapping[bytes, bytes]) -> None:
+        """Append an event."""
+        text = fields[b"text"].decode()
+        self.text += text
+        self.token_ids += _decode_token_ids(fields[b"tokens"])
+        if b"logprobs" in fields:
+            self.logprobs += decode_tokens(fields[b"logprobs"])
+        self._is_split |= b"chat" in fields
+        self._add_parts(_parts(fields, text))
+
+    def parts(self) -> ChatOutput:
+        """Return the joined parts."""
+        content = self.content or (None if self._is_split else "")
+        return ChatOutput(content=content, reasoning=self.reasoning or None, tool_calls=self.tool_calls)
+
+    def _add_parts(self, parts: ChatOutput) -> None:
+        self.content += parts.content or ""
+        self.reasoning += parts.reasoning or ""
+        self.tool_calls += parts.tool_calls
+
+
+def _parts(fields: Mapping[bytes, bytes], text: str) -> ChatOutput:
+    """Return what an event with this text adds to the parts of the output."""
+    return _decode_chat(fields[b"chat"]) if b"chat" in fields else ChatOutput(content=text)
+
+
+def _completion(index: int, output: Output, finish_reason: str | None) -> CompletionOutput:
+    parts = output.parts()
     return CompletionOutput(
         index=index,
-        text=text,
-        token_ids=token_ids,
+        text=output.text,
+        token_ids=output.token_ids,
         finish_reason=finish_reason,
         content=parts.content,
         reasoning=parts.reasoning,
         tool_calls=parts.tool_calls,
-        logprobs=logprobs or None,
-        cumulative_logprob=cumulative(logprobs) if logprobs else None,
+        logprobs=output.logprobs or None,
+        cumulative_logprob=cumulative(output.logprobs) if output.logprobs else None,
     )
 
 
@@ -290,7 +306,18 @@ def stream_event(entry: Entry) -> StreamEvent:
     index = int(fields.get(b"index", 0))
     logprobs = decode_tokens(fields[b"logprobs"]) if b"logprobs" in fields else None
     text = fields[b"text"].decode()
-    return StreamEvent(id=at, offset=offset, token_ids=token_ids, text=text, index=index, logprobs=logprobs)
+    parts = _parts(fields, text)
+    return StreamEvent(
+        id=at,
+        offset=offset,
+        token_ids=token_ids,
+        text=text,
+        index=index,
+        content=parts.content,
+        reasoning=parts.reasoning,
+        tool_calls=parts.tool_calls,
+        logprobs=logprobs,
+    )
 
 
 def position_of(entry: Entry) -> int:

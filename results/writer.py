@@ -233,10 +233,10 @@ def _size(write: Write) -> int:
             for output in write.outputs:
                 num_bytes += 8 * len(output.token_ids) + _event_size(output.event)
         case Finish():
-            num_bytes += sum(map(_event_size, write.events)) * (2 if write.chat else 1)
+            num_bytes += sum(map(_event_size, write.events))
             num_bytes += write.prompt_logprobs.num_bytes if write.prompt_logprobs else 0
     return num_bytes + sum(each.num_bytes for each in _output_logprobs(write) if each)
 
 
 def _event_size(event: Event | None) -> int:
-    return 0 if event is None else 8 * len(event.token_ids) + len(event.text)
+    return 0 if event is None else 8 * len(event.token_ids) + len(event.text) * (1 if event.chat is None else 2)

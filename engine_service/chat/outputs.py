@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from hashlib import blake2b
 
 import msgspec
 
 from millrace.engine_service.chat.grammars import chat_form, must_constrain_tools
-from millrace.engine_service.chat.output_format import OutputFormat, Parts
-from millrace.engine_service.generation import Generation
+from millrace.engine_service.chat.output_format import OutputFormat
+from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
 from millrace.engine_service.text import Tokenizer
 from millrace.producer import GenerationRequest, StructuredOutputs
 from millrace.results.messages import ChatOutput, ToolCall
@@ -24,6 +26,7 @@ class ChatOutputs:
         self._form = form
         self._tokenizer = tokenizer
         self._special_ids = {mark: found for mark in form.marks if (found := tokenizer.special_id(mark)) is not None}
+        self._marks = {token_id: mark for mark, token_id in self._special_ids.items()}
 
     def reader(self, request: GenerationRequest, prompt_token_ids: list[int]) -> ChatReader | None:
         """Return the reader for the outputs of a request; None where the text is all there is."""
@@ -31,8 +34,8 @@ class ChatOutputs:
         if request.messages is None or not request.sampling.detokenize or not (has_tools or self._form.reasoning):
             return None
         begins = self._begins_in_reasoning(request, prompt_token_ids)
-        special_marks = frozenset(self._special_ids.values())
-        return ChatReader(self._form, special_marks, begins, has_tools, request.parallel_tool_calls)
+        hidden = self._marks if request.sampling.skip_special_tokens else {}
+        return ChatReader(self._form, hidden, begins, has_tools, request.parallel_tool_calls)
 
     def form(self, request: GenerationRequest, prompt_token_ids: list[int]) -> StructuredOutputs | None:
         """Return the form of the outputs of a request; None for free text. Raises InvalidRequest."""
@@ -51,27 +54,56 @@ class ChatOutputs:
 
 
 class ChatReader(msgspec.Struct, frozen=True):
-    """Reads the outputs of one job."""
+    """How the outputs of one job are read."""
 
-    _form: OutputFormat
-    _special_marks: frozenset[int]
-    _begins_in_reasoning: bool
-    _has_tools: bool
-    _is_parallel: bool
+    form: OutputFormat
+    hidden_marks: Mapping[int, str]
+    """Marks that are special tokens, and that the text leaves out: their ids and texts."""
+    begins_in_reasoning: bool
+    has_tools: bool
+    is_parallel: bool
+    """Whether all calls of an output count, not only the first."""
 
-    def read(self, job_id: str, index: int, generation: Generation) -> ChatOutput | None:
-        """Return the parts of a candidate's output; None where the whole text is content."""
-        text = generation.final_text_with(self._special_marks)
-        parts = self._form.split(text, begins_in_reasoning=self._begins_in_reasoning, has_tools=self._has_tools)
-        if parts == Parts(text, None, []):
+
+class CandidateParts:
+    """Splits the output of one candidate while it grows."""
+
+    def __init__(self, reader: ChatReader, job_id: str, index: int) -> None:
+        self.hidden_marks = reader.hidden_marks
+        """The fed texts must have them: see `Generation.marked_text_between`."""
+        self._splitter = OutputSplitter(
+            reader.form, begins_in_reasoning=reader.begins_in_reasoning, has_tools=reader.has_tools
+        )
+        self._has_short_ids = reader.form.tool_calls == "mistral"
+        self._max_calls = math.inf if reader.is_parallel else 1
+        self._num_calls = 0
+        self._name = f"{job_id}:{index}"
+
+    def feed(self, text: str) -> ChatOutput:
+        """Return what this text adds to the parts."""
+        return self._output(self._splitter.feed(text))
+
+    def end(self, text: str) -> ChatOutput:
+        """Return what the last text adds."""
+        return self._output(self._splitter.end(text))
+
+    def _output(self, parts: Parts) -> ChatOutput:
+        calls = []
+        for call in parts.tool_calls:
+            if self._num_calls < self._max_calls:
+                calls.append(ToolCall(id=self._call_id(self._num_calls), function=call))
+                self._num_calls += 1
+        return ChatOutput(content=self._shown(parts.content), reasoning=self._shown(parts.reasoning), tool_calls=calls)
+
+    def _shown(self, text: str | None) -> str | None:
+        """Return the text without the marks that it leaves out. A special token is fed, and comes back, as a whole."""
+        if text is None:
             return None
-        calls = [
-            ToolCall(id=self._call_id(f"{job_id}:{index}:{number}"), function=call)
-            for number, call in enumerate(parts.tool_calls if self._is_parallel else parts.tool_calls[:1])
-        ]
-        return ChatOutput(content=parts.content, reasoning=parts.reasoning, tool_calls=calls)
+        for mark in self.hidden_marks.values():
+            text = text.replace(mark, "")
+        return text or None
 
-    def _call_id(self, name: str) -> str:
+    def _call_id(self, number: int) -> str:
         """Return an id that another attempt of the job gives too. Templates of Mistral want 9 letters or digits."""
-        digits = blake2b(name.encode(), digest_size=12).hexdigest()
-        return digits[:9] if self._form.tool_calls == "mistral" else f"call_{digits}"
+        digits = blake2b(f"{self._name}:{number}".encode(), digest_size=12).hexdigest()
+        return digits[:9] if self._has_short_ids else f"call_{digits}"

@@ -7,11 +7,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from millrace.engine_service.chat.outputs import ChatReader
+from millrace.engine_service.chat.outputs import CandidateParts, ChatReader
 from millrace.engine_service.core.crash_policy import ALONE_AFTER_CRASHES
 from millrace.engine_service.generation import Generation
 from millrace.producer.prompt_start import prompt_digest
-from millrace.results.messages import ChatOutput, ClaimedJob, JobError, JobId, Lease
+from millrace.results.messages import ClaimedJob, JobError, JobId, Lease
 
 
 class Candidate(msgspec.Struct, eq=False):
@@ -24,6 +24,13 @@ class Candidate(msgspec.Struct, eq=False):
     """Output tokens in the checkpoint."""
     num_published: int
     """Output tokens that readers can see."""
+    parts: CandidateParts | None = None
+    """Splits the published text of a chat; None: it is plain."""
+
+    def restore_parts(self) -> None:
+        """Bring `parts` to where an earlier attempt left off."""
+        if self.parts is not None and self.num_published > 0:
+            self.parts.feed(self.generation.marked_text_between(0, self.num_published, self.parts.hidden_marks))
 
 
 class ServedJob:
@@ -32,7 +39,6 @@ class ServedJob:
     __slots__ = (
         "awaits_first_token",
         "candidates",
-        "chat",
         "cost",
         "due_s",
         "first_token_s",
@@ -56,15 +62,22 @@ class ServedJob:
         self.job_id = claimed.job_id
         self.lease = claimed.lease
         self.cost = claimed.cost
-        self.chat = chat
         self.prompt_digest = prompt_digest(claimed.body)
         self.is_alone = is_alone(claimed)
         checkpoints = claimed.checkpoints
         indices = [None] if len(checkpoints) == 1 else range(len(checkpoints))
         self.candidates = [
-            Candidate(generation, index, len(checkpoint.token_ids), checkpoint.num_published)
+            Candidate(
+                generation,
+                index,
+                len(checkpoint.token_ids),
+                checkpoint.num_published,
+                None if chat is None else CandidateParts(chat, claimed.job_id, index or 0),
+            )
             for generation, index, checkpoint in zip(generations, indices, checkpoints, strict=False)
         ]
+        for candidate in self.candidates:
+            candidate.restore_parts()
         for generation in generations:
             generation.sequence.is_followed |= self.is_alone  # its engine may die of it: each token is saved at once
         if claimed.is_watched or any(one.num_published for one in checkpoints):
@@ -103,13 +116,6 @@ class ServedJob:
     @property
     def generations(self) -> list[Generation]:
         return [candidate.generation for candidate in self.candidates]
-
-    def chat_outputs(self) -> list[ChatOutput | None]:
-        """Return what the outputs of a chat consist of; empty where all of them are plain text."""
-        if self.chat is None:
-            return []
-        outputs = [self.chat.read(self.job_id, index, each) for index, each in enumerate(self.generations)]
-        return outputs if any(outputs) else []
 
     @property
     def has_ended(self) -> bool:

@@ -22,6 +22,7 @@ from millrace.results.logprobs import LazyJson, encode_tokens, join_lines, join_
 from millrace.results.messages import (
     Append,
     Begin,
+    ChatOutput,
     ClaimedJob,
     EndReason,
     EndState,
@@ -151,7 +152,6 @@ class Output:
                 first_token_age_ms=job.first_token_age_ms(),
                 prompt_logprobs=_prompt_logprobs(job) if state != "failed" else None,
                 finish_reasons=reasons if len(reasons) > 1 else [],
-                chat=job.chat_outputs(),
                 error=error,
             )
         )
@@ -191,14 +191,22 @@ class Output:
         end = generation.num_settled()
         if end <= start:
             return None
-        return _event(candidate, end, generation.text_between(start, end))
+        text, chat = generation.text_between(start, end), None
+        if (parts := candidate.parts) is not None:
+            chat = parts.feed(generation.marked_text_between(start, end, parts.hidden_marks))
+        return _event(candidate, end, text, chat)
 
     def _last_event(self, candidate: Candidate) -> Event | None:
-        start, end = candidate.num_published, len(candidate.generation.token_ids)
-        return _event(candidate, end, candidate.generation.final_text_after(start)) if start < end else None
+        """Return the rest. It may have no token: what a chat's events held back may be content after all."""
+        generation, start = candidate.generation, candidate.num_published
+        end = len(generation.token_ids)
+        text, chat = generation.final_text_after(start), None
+        if (parts := candidate.parts) is not None:
+            chat = parts.end(generation.marked_final_text_after(start, parts.hidden_marks))
+        return _event(candidate, end, text, chat) if start < end or chat not in (None, ChatOutput()) else None
 
 
-def _event(candidate: Candidate, end: int, text: str) -> Event:
+def _event(candidate: Candidate, end: int, text: str, chat: ChatOutput | None) -> Event:
     """Return the event with the tokens from the last published one up to `end`."""
     generation, start = candidate.generation, candidate.num_published
     return Event(
@@ -207,6 +215,7 @@ def _event(candidate: Candidate, end: int, text: str) -> Event:
         text=text,
         index=candidate.index,
         logprobs=_logprobs(generation, start, end, join_tokens),
+        chat=None if chat == ChatOutput(content=text or None) else chat,
     )
 
 

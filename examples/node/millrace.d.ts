@@ -83,27 +83,28 @@ export interface JobError {
 /** A token as [id, logprob, rank, text], then the most likely ones in its place. */
 export type TokenLogprobs = [number, number, number, string | null][];
 
+/** An output, or what an event adds to it. */
+export interface Output {
+  tokens: number[];
+  text: string;
+  /** The text without reasoning and tool calls; null if there is none. */
+  content: string | null;
+  reasoning: string | null;
+  tool_calls: { id: string; type: "function"; function: { name: string; arguments: string } }[];
+}
+
 /** New output of one candidate. */
-export interface OutputEvent {
+export interface OutputEvent extends Output {
   id: string;
   index: number;
   offset: number;
-  tokens: number[];
-  text: string;
   /** One for each token, where they are wanted; what was trimmed before it was read has none. */
   logprobs?: TokenLogprobs[];
   restart?: true;
   state?: undefined;
 }
 
-/** What the text of a chat consists of. */
-export interface ChatOutput {
-  content?: string;
-  reasoning?: string;
-  tool_calls?: { id: string; type: "function"; function: { name: string; arguments: string } }[];
-}
-
-/** The last event of a job. `chat` has an element for each candidate; without it, or with null, the text is the content. */
+/** The last event of a job. */
 export interface EndEvent {
   id: string;
   state: EndState;
@@ -115,12 +116,11 @@ export interface EndEvent {
   first_token_ms?: number;
   prompt_logprobs?: (TokenLogprobs | null)[];
   error?: JobError;
-  chat?: (ChatOutput | null)[];
 }
 
 export interface EndedJob extends EndEvent {
   text: string;
-  texts: string[];
+  outputs: Output[];
 }
 
 export class Millrace {

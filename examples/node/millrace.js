@@ -46,9 +46,9 @@ export class Millrace {
   }
 
   /**
-   * Yields {id, index, offset, tokens, text, logprobs} as they come, and last {id, state, reason, usage, error, chat} and what
-   * else EndEvent in millrace.d.ts has. `index` is the candidate. To go on after an event give its id as `after`. Where the
-   * stream has lost that place, the first event has `restart`, and all follows from the beginning.
+   * Yields {id, index, offset, tokens, text, content, reasoning, tool_calls, logprobs} as they come, and last {id, state,
+   * reason, usage, error} and what else EndEvent in millrace.d.ts has. `index` is the candidate. To go on after an event give
+   * its id as `after`. Where the stream has lost that place, the first event has `restart`, and all follows from the beginning.
    */
   async *stream(id, after = "0-0") {
     const connection = await this.#redis.duplicate(); // it blocks, so no other call shares it
@@ -61,7 +61,7 @@ export class Millrace {
 
   async *#follow(connection, id, after) {
     let position = after === "0-0" ? 0 : NaN; // tokens read so far, of all candidates; NaN: not known
-    let read = after === "0-0" ? [] : null; // by candidate, [tokens, characters] read so far; null: not known
+    let read = after === "0-0" ? [] : null; // by candidate, what was read so far; null: not known
     let watch = await this.#watch(id);
     while (true) {
       if (Date.now() >= watch.again) watch = await this.#watch(id);
@@ -87,20 +87,20 @@ export class Millrace {
         if (event.state) return;
         after = event.id;
         position = positionOf(entry) + event.tokens.length;
-        if (read) {
-          const [numTokens, numChars] = read[event.index] ?? [0, 0];
-          read[event.index] = [numTokens + event.tokens.length, numChars + event.text.length];
-        }
+        if (read) read[event.index] = counted(read[event.index], event);
       }
     }
   }
 
-  /** The job when it has ended: its last event, with `text` and `texts`, which are those of the candidates. */
+  /** The job when it has ended: its last event, with `outputs`, those of the candidates, and the `text` of the first one. */
   async wait(id) {
-    const texts = [""];
+    const found = [[]]; // the events of each candidate
     for await (const event of this.stream(id)) {
-      if (event.state) return { ...event, text: texts[0], texts: Array.from(texts, (text) => text ?? "") };
-      texts[event.index] = (texts[event.index] ?? "") + event.text;
+      if (!event.state) (found[event.index] ??= []).push(event);
+      else {
+        const outputs = Array.from(found, (events) => joined(events ?? []));
+        return { ...event, text: outputs[0].text, outputs };
+      }
     }
   }
 
@@ -132,21 +132,21 @@ export class Millrace {
 
   /** What a long stream has lost at its beginning, beyond what was `read` of each candidate, as events. */
   async #trimmed(id, after, read) {
-    const [text, tokens, last, ...others] = await this.#runForBytes("trimmed", id); // token ids of 4 bytes
+    const [last, ...trimmed] = await this.#runForBytes("trimmed", id);
     if (!last.length) throw new Error(`the stream of job ${id} has lost entries`);
-    const parts = [text, tokens, ...others];
-    const [known, found, events] = [read ?? [], [], []];
-    for (let index = 0; 2 * index < parts.length; index++) {
-      const [text, packed] = [`${parts[2 * index]}`, parts[2 * index + 1]];
-      const ids = Array.from({ length: packed.length / 4 }, (_, i) => packed.readUInt32LE(4 * i));
-      const [numTokens, numChars] = known[index] ?? [0, 0];
-      const event = { id: after, index, offset: numTokens, tokens: ids.slice(numTokens), text: text.slice(numChars) };
-      if (event.tokens.length) events.push(event);
-      found.push([ids.length, text.length]);
-    }
+    const outputs = trimmed.map(([text, packed, , chat]) => {
+      const lines = chat.length ? `${chat}`.trimEnd().split("\n") : [""];
+      const tokens = Array.from({ length: packed.length / 4 }, (_, i) => packed.readUInt32LE(4 * i)); // ids of 4 bytes
+      return { ...joined(lines.map((line) => partsOf(line, `${text}`))), tokens, text: `${text}` };
+    });
+    const events = outputs.flatMap((output, index) => {
+      const event = { id: after, index, offset: read?.[index]?.tokens ?? 0, ...behind(output, read?.[index]) };
+      return event.tokens.length ? [event] : [];
+    });
     if (events.length) events.at(-1).id = `${last}`; // who stops before lacks the rest
     if (events.length && !read) events[0].restart = true;
-    return { events, read: found, last: `${last}`, position: found.reduce((sum, [numTokens]) => sum + numTokens, 0) };
+    const found = outputs.map((output) => counted(null, output));
+    return { events, read: found, last: `${last}`, position: found.reduce((sum, { tokens }) => sum + tokens, 0) };
   }
 
   async #run(script, ...args) {
@@ -178,18 +178,40 @@ export class Millrace {
 
 export const hasEnded = (state) => TERMINAL.has(state);
 
-function toEvent({ id, index = 0, offset, tokens, text, logprobs, state, ...end }) {
+/** What an event adds to the parts of an output. Without the field `chat` its text is content. */
+function partsOf(chat, text) {
+  return { content: null, reasoning: null, tool_calls: [], ...(chat ? JSON.parse(chat) : { content: text }) };
+}
+
+const OUTPUT = ["tokens", "text", "content", "reasoning", "tool_calls"];
+const ofOutput = (valueOf) => Object.fromEntries(OUTPUT.map((name) => [name, valueOf(name)]));
+const orNull = (value, name) => (name === "content" || name === "reasoning" ? value || null : value);
+
+/** The output that these events make. */
+function joined(events) {
+  const isList = { tokens: true, tool_calls: true };
+  const values = (name) => events.map((event) => event[name] ?? "");
+  return ofOutput((name) => orNull(isList[name] ? values(name).flat() : values(name).join(""), name));
+}
+
+/** How much was read, with one more event. */
+const counted = (known, event) => ofOutput((name) => (known?.[name] ?? 0) + (event[name]?.length ?? 0));
+
+/** The rest of an output behind what was read of it. */
+const behind = (whole, known) => ofOutput((name) => orNull(whole[name]?.slice(known?.[name] ?? 0), name));
+
+function toEvent({ id, index = 0, offset, tokens, text, chat, logprobs, state, ...end }) {
   const parsed = (json) => json && JSON.parse(json);
   if (!state) {
-    const output = { tokens: JSON.parse(tokens), text, logprobs: parsed(logprobs) };
+    const output = { tokens: JSON.parse(tokens), text, ...partsOf(chat, text), logprobs: parsed(logprobs) };
     return { id, index: Number(index), offset: Number(offset), ...output };
   }
   const { reason, reasons, prompt_tokens, completion_tokens, cached_tokens } = end;
   const counts = Object.entries({ prompt_tokens, completion_tokens, cached_tokens });
   const usage = prompt_tokens && Object.fromEntries(counts.map(([name, count]) => [name, Number(count)]));
-  const [first_token_ms, error, chat] = [end.first_token, end.error, end.chat].map(parsed);
+  const [first_token_ms, error] = [end.first_token, end.error].map(parsed);
   const prompt_logprobs = parsed(end.prompt_logprobs);
-  return { id, state, reason, reasons: reasons?.split(" "), usage, first_token_ms, error, chat, prompt_logprobs };
+  return { id, state, reason, reasons: reasons?.split(" "), usage, first_token_ms, error, prompt_logprobs };
 }
 
 /** The tokens of all candidates in the events before an entry. */

@@ -3,10 +3,10 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 lease, 3 state, 4 finish reason; with several candidates also that of each one, separated by spaces,
 --       5 prompt tokens, 6 completion tokens, 7 cached tokens, 8 the error (JSON) or "", 9 "1" when the failure is
---       retryable or "", 10 what the outputs of a chat consist of (JSON) or "", 11 how many ms ago the first token came or "",
---       12 the log-probabilities of the prompt (JSON) or "", then for each candidate with output to show 6 values: "" for the
---       only candidate of a job, ":<index>" for one of several, offset, number of tokens, token ids (JSON), text,
---       log-probabilities (JSON) or "", which the last one may leave out
+--       retryable or "", 10 how many ms ago the first token came or "", 11 the log-probabilities of the prompt (JSON) or "",
+--       then for each candidate with output to show 7 values: "" for the only candidate of a job, ":<index>" for one of
+--       several, offset, number of tokens, token ids (JSON), text, log-probabilities (JSON) or "", what it adds to the parts of
+--       a chat (JSON) or ""; the last candidate may leave out the last two
 -- Returns "ok", "already" (this lease has ended the job before), "retrying" (it waits for its next attempt) or "stale" (the
 --       lease is not, or no longer, the job's)
 -- include: queue clock settings record lease fair_share output end_job
@@ -42,15 +42,15 @@ if state == 'failed' and ARGV[9] == '1' then
     return 'retrying'
   end
 end
-for i = 13, #ARGV > 18 and #ARGV or 0, 6 do  -- of several events none is written when one would leave a gap
+for i = 12, #ARGV > 18 and #ARGV or 0, 7 do  -- of several events none is written when one would leave a gap
   local own = record(id, 'published' .. ARGV[i])[1]
   if tonumber(ARGV[i + 1]) > whole_number(own, 0) then return refuse_stale_write() end
 end
-for i = 13, #ARGV, 6 do
+for i = 12, #ARGV, 7 do
   known[1], known.changes =
-    publish(id, known[1], ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5])
+    publish(id, known[1], ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6])
   if not known[1] then return refuse_stale_write() end
-  if known.changes and i + 5 < #ARGV then redis.call('HSET', prefix .. 'job:' .. id, unpack(known.changes)) end
+  if known.changes and i + 6 < #ARGV then redis.call('HSET', prefix .. 'job:' .. id, unpack(known.changes)) end
 end
 redis.call('SREM', prefix .. 'leases:' .. engine, id)
 known.settings = redis.call('HMGET', prefix .. 'settings', 'result_ttl_ms', 'record_ttl_ms', 'weight:' .. tenant)
@@ -58,9 +58,8 @@ charge(tenant, ARGV[5] + ARGV[6] - whole_number(cost, 0), valid_weight(known.set
 redis.call('HINCRBY', prefix .. 'counts', 'generated_tokens', ARGV[6])
 local details = {'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'cached_tokens', ARGV[7]}
 if ARGV[8] ~= '' then details[#details + 1], details[#details + 2] = 'error', ARGV[8] end
-if ARGV[10] ~= '' then details[#details + 1], details[#details + 2] = 'chat', ARGV[10] end
-if ARGV[11] ~= '' then details[#details + 1], details[#details + 2] = 'first_token', now - ARGV[11] end
-if ARGV[12] ~= '' then details[#details + 1], details[#details + 2] = 'prompt_logprobs', ARGV[12] end
+if ARGV[10] ~= '' then details[#details + 1], details[#details + 2] = 'first_token', now - ARGV[10] end
+if ARGV[11] ~= '' then details[#details + 1], details[#details + 2] = 'prompt_logprobs', ARGV[11] end
 local reason, space = ARGV[4], string.find(ARGV[4], ' ', 1, true)
 if space then
   details[#details + 1], details[#details + 2] = 'reasons', string.sub(reason, space + 1)

@@ -108,8 +108,12 @@ def test_reasoning_content_and_calls_are_split_and_text_and_stream_stay_raw(
     text = f"<think>\nThree and four.\n</think>\n\nI add.<tool_call>{CALL}</tool_call>"
     options: dict[str, Any] = {"messages": chat_of(text), "max_tokens": None, "tools": TOOLS}
     job_id = client.submit(**options, stream=True)
-    assert "".join(event.text for event in client.stream(job_id)) == text
+    events = list(client.stream(job_id))
+    assert "".join(event.text for event in events) == text
     job = client.get(job_id)
+    assert "".join(event.reasoning or "" for event in events) == job.reasoning
+    assert "".join(event.content or "" for event in events) == job.content
+    assert [call for event in events for call in event.tool_calls] == job.tool_calls
     assert (job.text, job.content, job.reasoning) == (text, "I add.", "Three and four.")
     assert (call_of(job), job.finish_reason) == (ADD, "stop")
     assert job.tool_calls[0].id.startswith("call_")

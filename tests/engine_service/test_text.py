@@ -266,7 +266,12 @@ def test_the_last_event_and_a_chats_parts_need_one_decoding(
         return decode(self, prompt, output, **options)
 
     monkeypatch.setattr(Tokenizer, "decode_output", counted)
-    assert one.final_text_after(0) == one.final_text_with(frozenset({511})) == one.final_text() == "some words"
+    assert (
+        one.final_text_after(0)
+        == one.marked_final_text_after(0, {511: "<|im_end|>"})
+        == one.final_text()
+        == "some words"
+    )
     assert len(decoded) == 1
 
 

@@ -21,6 +21,7 @@ from millrace.results.messages import ClaimedJob, Event, Usage
 from millrace.results.queue import JobQueue
 from tests.examples.conftest import LIMIT_S, NODE, needs_node
 from tests.processes import ROOT, wait_until
+from tests.results.chats import PARTS, show_chat
 from tests.results.engines import Engine, finish_of, submit
 
 pytestmark = needs_node
@@ -279,8 +280,43 @@ def test_node_reads_all_candidates(server: EmbeddedServer, short: ShortStream, i
         events, waited = node.read_json(), node.read_json()
     check_candidates(short, events)
     assert not any("restart" in event for event in events)
-    texts = [output.text for output in short.queue.get("three").outputs]
-    assert (waited["text"], waited["texts"]) == (texts[0], texts)
+    outputs = short.queue.get("three").outputs
+    assert waited["text"] == outputs[0].text
+    assert [(one["text"], one["content"] or "", one["tokens"]) for one in waited["outputs"]] == [
+        (one.text, one.content, one.token_ids) for one in outputs
+    ]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_node_reads_the_parts_of_a_chat_also_where_events_were_trimmed(
+    server: EmbeddedServer, short: ShortStream, is_slow: bool
+) -> None:
+    script = """
+    const events = millrace.stream("chat");
+    const { value: { id, ...first } } = await events.next();
+    await pauseAt("has read");
+    console.log(JSON.stringify([first, ...(await read(events))]));
+    console.log(JSON.stringify(await millrace.wait("chat")));
+    close();
+    """
+    short.client.hset(short.queue.keys.settings, "max_events", 4 if is_slow else 100)
+    submit(short.queue, "chat")
+    job = short.engine.claim_one()
+    show_chat(short.engine, job, range(1))
+    with Node(server.url, script) as node:
+        node.wait_at("has read")
+        show_chat(short.engine, job, range(1, 9))
+        short.engine.finish(job)
+        node.resume()
+        events, waited = node.read_json(), node.read_json()
+    output = short.queue.get("chat").outputs[0]
+    *shown, _end = events
+    assert "".join(event["content"] or "" for event in shown) == output.content
+    assert [call for event in shown for call in event["tool_calls"]] == msgspec.to_builtins(output.tool_calls)
+    assert "".join(event["reasoning"] or "" for event in shown) == output.reasoning == "é0 é1 é2 é3 "
+    assert waited["outputs"] == [
+        {"tokens": output.token_ids, **{name: msgspec.to_builtins(getattr(output, name)) for name in PARTS}}
+    ]
 
 
 def test_node_starts_over_with_all_candidates(server: EmbeddedServer, short: ShortStream) -> None:

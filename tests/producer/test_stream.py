@@ -12,11 +12,12 @@ import redis
 from millrace import Client, InvalidRequest, WaitTimeout
 from millrace.results.errors import ResultExpired
 from millrace.results.job import StreamEvent
-from millrace.results.messages import ClaimedJob, Event, JobError, Signal, Usage
+from millrace.results.messages import ClaimedJob, Event, JobError, Signal, ToolCall, Usage
 from millrace.results.queue import JobQueue
 from millrace.results.reader import MAX_ENTRIES, EventFollower
 from millrace.results.transport import Transport
 from tests.processes import wait_until
+from tests.results.chats import show_chat
 from tests.results.engines import Engine
 
 
@@ -324,6 +325,46 @@ def test_what_a_stream_loses_while_a_reader_resumes_is_told(
         events += follower.feed(transport.send_many(follower.next_commands()))
     assert events[0].is_restart
     assert text_of(events) == client.get(job_id).text
+
+
+@pytest.mark.parametrize("num_before", [0, 7])
+@pytest.mark.parametrize("num_candidates", [1, 2])
+def test_the_parts_of_a_chat_are_whole_wherever_a_reader_is_when_events_are_trimmed(
+    client: Client, engine: Engine, redis_client: redis.Redis, num_before: int, num_candidates: int
+) -> None:
+    """Also where the first trimmed events have no parts, since all was content so far."""
+    redis_client.hset(engine.queue.keys.settings, "max_events", 4)
+    job_id = client.submit("x", stream=True, n=num_candidates)
+    claimed = engine.claim_one()
+    index = num_candidates - 1 or None
+    for number in range(num_before):
+        engine.show(claimed, number, [number], f"é{number} ", index)
+    readers, read = [], []
+    for number in range(9):
+        show_chat(engine, claimed, [number], index, first=num_before)
+        readers.append(client.stream(job_id))
+        read.append([next(readers[-1])])  # the rest when more has been trimmed
+    engine.finish(claimed)
+    output = client.get(job_id).outputs[num_candidates - 1]
+    before = "".join(f"é{number} " for number in range(num_before))
+    assert (output.content, output.reasoning) == (before + "é5 é6 é8 ", "é0 é1 é2 é3 ")
+    assert [call.function.arguments for call in output.tool_calls] == ['{"a": "é\\n"}']
+    for reader, events in zip(readers, read, strict=True):
+        events += reader
+        assert not any(event.is_restart for event in events)
+        assert parts_of(events) == (output.text, output.content, output.reasoning, output.tool_calls)
+    restarted = list(client.stream(job_id, after="0-1"))
+    assert restarted[0].is_restart
+    assert parts_of(restarted) == parts_of(read[0])
+
+
+def parts_of(events: list[StreamEvent]) -> tuple[str, str, str, list[ToolCall]]:
+    return (
+        text_of(events),
+        "".join(event.content or "" for event in events),
+        "".join(event.reasoning or "" for event in events),
+        [call for event in events for call in event.tool_calls],
+    )
 
 
 # --- several candidates ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from millrace.results import commands
 from millrace.results.messages import (
     Append,
     Begin,
+    ChatOutput,
     ClaimedJob,
     EndReason,
     EndState,
@@ -118,9 +119,17 @@ class Engine:
         write = append_of(job, offset, token_ids, event, index, fingerprint=self.fingerprint)
         return self.queue.write([write])[0]
 
-    def show(self, job: ClaimedJob, offset: int, token_ids: list[int], text: str, index: int | None = None) -> str:
+    def show(
+        self,
+        job: ClaimedJob,
+        offset: int,
+        token_ids: list[int],
+        text: str,
+        index: int | None = None,
+        chat: ChatOutput | None = None,
+    ) -> str:
         """Keep tokens and show them."""
-        event = Event(offset=offset, token_ids=token_ids, text=text, index=index)
+        event = Event(offset=offset, token_ids=token_ids, text=text, index=index, chat=chat)
         return self.append(job, offset, token_ids, event, index)
 
     def finish(self, job: ClaimedJob, *events: Event | None, **fields: Any) -> str:

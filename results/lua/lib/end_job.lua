@@ -16,8 +16,7 @@ local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta'
 
 -- Ends a job that the caller has removed from ready, delayed or leases. `known` are the END_FIELDS where the caller has read
 -- them, else nil; with them come `settings`, the two times, and `changes`, more fields of the record to set, or nil. `...` are
--- more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, error, chat, first_token, prompt_logprobs,
--- reasons.
+-- more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, error, first_token, prompt_logprobs, reasons.
 local function end_job(id, state, reason, known, ...)
   local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint, n =
     unpack(known or record(id, unpack(END_FIELDS)))
@@ -36,6 +35,7 @@ local function end_job(id, state, reason, known, ...)
         redis.call('PEXPIRE', prefix .. 'tokens:' .. name, keep_ms)
         redis.call('PEXPIRE', prefix .. 'text:' .. name, keep_ms)
         redis.call('PEXPIRE', prefix .. 'logprobs:' .. name, keep_ms)
+        redis.call('PEXPIRE', prefix .. 'chat:' .. name, keep_ms)
       else
         redis.call('DEL', prefix .. 'tokens:' .. name, prefix .. 'logprobs:' .. name)
       end

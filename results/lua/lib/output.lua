@@ -27,16 +27,17 @@ local function extend_checkpoint(id, suffix, offset, tokens, logprobs)
 end
 
 -- Publishes an event once: an event that starts before the candidate's published tokens is known already. `published` is that
--- field of the record, the tokens of all candidates in events. `logprobs` is "" or nil without any. Returns the new value of
--- `published`, nil when the event would leave a gap; then the fields of the record that the caller has to set, with their values,
+-- field of the record, the tokens of all candidates in events. `logprobs` and `chat`, what the event adds to the parts of a chat,
+-- are "" or nil without any. Returns the new value of `published`, nil when the event would leave a gap; then the fields of the record that the caller has to set, with their values,
 -- nil where there are none.
-local function publish(id, published, suffix, offset, num_tokens, token_ids, text, logprobs)
+local function publish(id, published, suffix, offset, num_tokens, token_ids, text, logprobs, chat)
   published = whole_number(published, 0)
   local own = suffix == '' and published
     or whole_number(redis.call('HGET', prefix .. 'job:' .. id, 'published' .. suffix), 0)
   if offset > own then return nil end
   if offset < own then return published end
   local more = logprobs and logprobs ~= '' and {'logprobs', logprobs} or {}
+  if chat and chat ~= '' then more[#more + 1], more[#more + 2] = 'chat', chat end
   if suffix == '' then
     redis.call('XADD', prefix .. 'result:' .. id, '*', 'offset', offset, 'count', num_tokens, 'tokens', token_ids,
       'text', text, unpack(more))

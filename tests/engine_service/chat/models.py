@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from millrace.engine_service.chat.output_format import OutputFormat
+from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
 from millrace.engine_service.chat.template import ChatTemplate
 
 TINY = Path(__file__).resolve().parents[3] / "examples" / "tiny_model"
@@ -45,3 +47,8 @@ def model_with_template(directory: Path, source: str, special_tokens: tuple[str,
         (directory / "tokenizer.json").unlink()
         (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     return directory
+
+
+def split(form: OutputFormat, text: str, *, begins_in_reasoning: bool = False, has_tools: bool = True) -> Parts:
+    """Return the parts of a whole output."""
+    return OutputSplitter(form, begins_in_reasoning=begins_in_reasoning, has_tools=has_tools).end(text)

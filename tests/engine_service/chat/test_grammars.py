@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from millrace.engine_service.chat.grammars import chat_form, structural_tag_grammar
 from millrace.engine_service.chat.output_format import OutputFormat
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from tests.engine_service.chat.models import split
 from tests.matchers import TOKENIZER, accepts, byte_tokenizer
 
 NUMBERS = {
@@ -93,13 +94,13 @@ def test_a_required_call_is_one_that_the_parser_reads_with_arguments_that_fit(fa
     output = Output(family, tools=TOOLS, tool_choice="required", is_special=is_special)
     fitting = call(family, "add", FITTING)
     assert output.accepts(fitting)
-    assert [each.name for each in FAMILIES[family].split(fitting).tool_calls] == ["add"]
+    assert [each.name for each in split(FAMILIES[family], fitting).tool_calls] == ["add"]
     assert output.accepts(call(family, 'gré"et', '{"a": [1]}'))
     assert not output.accepts(call(family, "add", WRONG))
     assert not output.accepts(call(family, "other", "{}"))
     assert not output.accepts("Hello") and not output.accepts("")
     assert output.accepts(two_calls(family))
-    assert [each.name for each in FAMILIES[family].split(two_calls(family)).tool_calls] == ["add", "add"]
+    assert [each.name for each in split(FAMILIES[family], two_calls(family)).tool_calls] == ["add", "add"]
     assert not Output(family, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).accepts(two_calls(family))
 
 

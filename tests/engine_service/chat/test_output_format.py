@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine_service.chat.output_format import THINKING_MARKS, OutputFormat, Parts, output_format
+from millrace.engine_service.chat.output_format import (
+    THINKING_MARKS,
+    OutputFormat,
+    output_format,
+)
+from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
 from millrace.engine_service.chat.template import Chat, ChatTemplate, render
 from millrace.engine_service.text import Tokenizer
 from millrace.results.messages import FunctionCall
-from tests.engine_service.chat.models import FAMILIES, model_with_template, template_of
+from tests.engine_service.chat.models import FAMILIES, model_with_template, split, template_of
 
 FORMATS = {family: output_format(template_of(family)) for family in FAMILIES}
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[THINK]")
@@ -71,7 +77,7 @@ def test_calls_that_a_template_writes_are_read_back(
     whole = render(template_of(family), Chat(messages=[user, message], add_generation_prompt=False))
     assert whole.startswith(prompt)
     output = whole[len(prompt) :].strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>").removesuffix("</s>")
-    parts = FORMATS[family].split(output)
+    parts = split(FORMATS[family], output)
     assert [(call.name, json.loads(call.arguments)) for call in parts.tool_calls] == calls
     assert parts.content == message["content"]
     assert parts.reasoning == message["reasoning_content"]
@@ -87,15 +93,104 @@ def test_whatever_a_model_writes_is_no_error_and_no_text_is_lost(
     format_: OutputFormat, pieces: list[str], begins: bool
 ) -> None:
     text = "".join(pieces)
-    parts = format_.split(text, begins_in_reasoning=begins)
+    parts = split(format_, text, begins_in_reasoning=begins)
     found = (parts.content or "") + (parts.reasoning or "")
     of_calls = "".join(call.name + call.arguments for call in parts.tool_calls)
     assert (found + of_calls).count("f") == text.count("f")
     if not parts.tool_calls and not parts.reasoning and format_.reasoning is None:
-        assert parts.content == text
+        assert parts.content == (text or None)
     for call in parts.tool_calls:
         assert set(call.name) == {"f"}  # "ff" is a name that these pieces can make, too
         assert isinstance(json.loads(call.arguments), dict)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    format_=st.sampled_from(
+        [
+            *FORMATS.values(),
+            OutputFormat("mistral", "mistral"),
+            OutputFormat("hermes", None),
+            OutputFormat(None, "qwen3"),
+        ]
+    ),
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                *MARKS,
+                '{"name": "f", "arguments": {"a": 1}}',
+                '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+                '<tool_call>{"name": "f", "arguments": {"a": "' + 9 * "</tool_call>" + '"}}</tool_call>',
+                "</tool_call>" * 9,
+                *"{[]f<\n; ",
+            ]
+        )
+    ),
+    cuts=st.lists(st.integers(0, 400)),
+    begins=st.booleans(),
+    has_tools=st.booleans(),
+)
+def test_a_growing_output_has_the_parts_of_the_whole_wherever_it_is_cut(
+    format_: OutputFormat, pieces: list[str], cuts: list[int], begins: bool, has_tools: bool
+) -> None:
+    check_cuts(format_, "".join(pieces), cuts, begins, has_tools)
+
+
+def check_cuts(format_: OutputFormat, text: str, cuts: list[int], begins: bool = False, has_tools: bool = True) -> None:
+    def splitter() -> OutputSplitter:
+        return OutputSplitter(format_, begins_in_reasoning=begins, has_tools=has_tools)
+
+    ends = sorted(cut for cut in cuts if cut <= len(text))
+    growing, found = splitter(), NOTHING
+    for start, end in pairwise([0, *ends]):
+        found = joined(found, growing.feed(text[start:end]))
+        assert found == joined(NOTHING, splitter().feed(text[:end]))
+    found = joined(found, growing.end(text[max(ends, default=0) :]))
+    assert found == split(format_, text, begins_in_reasoning=begins, has_tools=has_tools)
+
+
+@pytest.mark.parametrize("num_marks", [1, 7, 8, 9, 20])
+def test_marks_in_an_argument_do_not_make_cuts_differ(num_marks: int) -> None:
+    call = '{"name": "f", "arguments": {"a": "' + num_marks * "</tool_call>" + '"}}'
+    text = f"So: <tool_call>{call}</tool_call> and <tool_call>{CALL}</tool_call> done"
+    check_cuts(FORMATS["hermes"], text, list(range(len(text))))
+
+
+@pytest.mark.parametrize(
+    ("family", "fed", "parts"),
+    [
+        ("hermes", ["<think>\nHm", " ", "mm</th"], [("", "Hm"), ("", ""), ("", " mm")]),
+        ("hermes", ["<thi", "nk>a</think>\n", "\nb", " c"], [("", ""), ("", "a"), ("b", ""), (" c", "")]),
+        ("hermes", ["Wait", ". <tool", "box", ">"], [("Wait", ""), (".", ""), (" <toolbox", ""), (">", "")]),
+        ("hermes", ["1 <tool_call>x", "</tool_call> y"], [("1", ""), ("", "")]),
+        ("llama3", ["It", " is {1}"], [("It", ""), (" is {1}", "")]),
+        ("mistral", ["It", " is [TOOL", "]"], [("It", ""), (" is", ""), (" [TOOL]", "")]),
+    ],
+)
+def test_what_is_certain_does_not_wait(family: str, fed: list[str], parts: list[tuple[str, str]]) -> None:
+    splitter = OutputSplitter(FORMATS[family])
+    found = [splitter.feed(text) for text in fed]
+    assert [(one.content or "", one.reasoning or "") for one in found] == parts
+
+
+def test_a_call_comes_when_its_end_does() -> None:
+    splitter = OutputSplitter(FORMATS["hermes"])
+    assert splitter.feed(f"I add. <tool_call>{CALL}") == Parts("I add.", None, [])
+    assert splitter.feed("\n</tool_call>\n<tool_call>") == Parts(None, None, [F])
+    assert splitter.feed("{") == NOTHING
+    assert splitter.end() == Parts(" \n<tool_call>{", None, [])
+
+
+NOTHING = Parts(None, None, [])
+
+
+def joined(one: Parts, other: Parts) -> Parts:
+    def both(first: str | None, second: str | None) -> str | None:
+        return second if first is None else first + (second or "")
+
+    return Parts(
+        both(one.content, other.content), both(one.reasoning, other.reasoning), one.tool_calls + other.tool_calls
+    )
 
 
 def call_of(name: str, arguments: str) -> FunctionCall:
@@ -112,6 +207,8 @@ F = call_of("f", '{"a": 1}')
         (f"<tool_call>\n{CALL}\n</tool_call>", None, [F]),
         (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", None, [F, F]),
         (f"I look.\n<tool_call>{CALL}</tool_call> done", "I look.\n done", [F]),
+        (f"  I look. <tool_call>{CALL}</tool_call>\n", "  I look.", [F]),
+        (f"\n <tool_call>{CALL}</tool_call> done ", "done", [F]),
         (f"<tool_call>{CALL}", None, [F]),
         ('<tool_call>{"name": "f"}</tool_call>', None, [call_of("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": null}</tool_call>', None, [call_of("f", "{}")]),
@@ -123,7 +220,7 @@ F = call_of("f", '{"a": 1}')
     ],
 )  # fmt: skip
 def test_calls_between_tags(text: str, content: str | None, calls: list[FunctionCall]) -> None:
-    assert FORMATS["hermes"].split(text) == Parts(content, None, calls)
+    assert split(FORMATS["hermes"], text) == Parts(content, None, calls)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +240,13 @@ def test_calls_between_tags(text: str, content: str | None, calls: list[Function
     ],
 )
 def test_a_call_that_cannot_be_read_stays_content(text: str) -> None:
-    assert FORMATS["hermes"].split(text) == Parts(text, None, [])
+    assert split(FORMATS["hermes"], text) == Parts(text, None, [])
 
 
 def test_half_a_surrogate_pair_in_arguments_stays_escaped() -> None:
-    (call,) = FORMATS["hermes"].split('<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>').tool_calls
+    (call,) = split(
+        FORMATS["hermes"], '<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>'
+    ).tool_calls
     assert call.arguments == '{"a": "\\ud800\\u00e9"}'
 
 
@@ -164,11 +263,11 @@ def test_half_a_surrogate_pair_in_arguments_stays_escaped() -> None:
         (f"So: {CALL}", f"So: {CALL}", []),
         ('{"town": "Rome"}', '{"town": "Rome"}', []),
         ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-        ("", "", []),
+        ("", None, []),
     ],
 )
 def test_calls_of_llama(text: str, content: str | None, calls: list[FunctionCall]) -> None:
-    assert FORMATS["llama3"].split(text) == Parts(content, None, calls)
+    assert split(FORMATS["llama3"], text) == Parts(content, None, calls)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +286,7 @@ def test_calls_of_llama(text: str, content: str | None, calls: list[FunctionCall
     ],
 )
 def test_calls_of_mistral(text: str, content: str | None, calls: list[FunctionCall]) -> None:
-    assert FORMATS["mistral"].split(text) == Parts(content, None, calls)
+    assert split(FORMATS["mistral"], text) == Parts(content, None, calls)
 
 
 @pytest.mark.parametrize(
@@ -205,26 +304,26 @@ def test_calls_of_mistral(text: str, content: str | None, calls: list[FunctionCa
     ],
 )
 def test_reasoning_is_kept_apart(text: str, begins: bool, reasoning: str | None, content: str | None) -> None:
-    assert FORMATS["hermes"].split(text, begins_in_reasoning=begins) == Parts(content, reasoning, [])
-    assert OutputFormat("hermes", None).split(text) == Parts(text, None, [])
+    assert split(FORMATS["hermes"], text, begins_in_reasoning=begins) == Parts(content, reasoning, [])
+    assert split(OutputFormat("hermes", None), text) == Parts(text, None, [])
 
 
 @pytest.mark.parametrize("marks", dict.fromkeys(THINKING_MARKS.values()))
 def test_marks_that_a_thinking_budget_knows_are_reasoning_too(marks: tuple[str, str], tmp_path: Path) -> None:
     source, (begin, end) = "{{ messages }}{# <think> [THINK] " + marks[1] + " #}", marks
-    assert output_format(ChatTemplate({"default": source})).split(f"{begin}Hm{end}7") == Parts("7", "Hm", [])
+    assert split(output_format(ChatTemplate({"default": source})), f"{begin}Hm{end}7") == Parts("7", "Hm", [])
     tokenizer = Tokenizer(model_with_template(tmp_path / "model", source, marks))
     assert tokenizer.thinking_mark_ids == tuple(map(tokenizer.special_id, marks))
 
 
 def test_a_call_counts_after_the_reasoning_and_not_in_it() -> None:
     text = f"<think>I say <tool_call>{CALL}</tool_call></think><tool_call>{CALL}</tool_call>"
-    assert FORMATS["hermes"].split(text) == Parts(None, f"I say <tool_call>{CALL}</tool_call>", [F])
+    assert split(FORMATS["hermes"], text) == Parts(None, f"I say <tool_call>{CALL}</tool_call>", [F])
 
 
 def test_without_tools_a_call_is_content() -> None:
     text = f"<tool_call>{CALL}</tool_call>"
-    assert FORMATS["hermes"].split(text, has_tools=False) == Parts(text, None, [])
+    assert split(FORMATS["hermes"], text, has_tools=False) == Parts(text, None, [])
 
 
 @pytest.mark.parametrize(
@@ -249,4 +348,4 @@ def test_a_long_malformed_output_is_read_in_a_moment(family: str, unit: str) -> 
     """The engine reads it between two steps. In quadratic time this test would take longer than it may."""
     text = unit * (2_000_000 // len(unit))
     for begin in ("", "[TOOL_CALLS]", "<|python_tag|>"):
-        FORMATS[family].split(begin + text)
+        split(FORMATS[family], begin + text)
