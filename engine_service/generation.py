@@ -133,14 +133,14 @@ class Generation:
         detokenizer = self._start_decoding()
         ends = detokenizer.ends
         pieces, at = [], detokenizer.end_of(start)
-        for index in range(start, end):
+        for index in range(start, min(end, len(ends))):
             mark = marks.get(self.token_ids[index])
             if mark is not None and ends[index] <= len(
                 text
             ):  # else it is behind the stop string that has ended the text
                 pieces += [text[at : ends[index]], mark]
                 at = ends[index]
-        pieces.append(text[at:] if end == len(ends) else text[at : ends[end - 1]])
+        pieces.append(text[at:] if end >= len(ends) else text[at : ends[end - 1]])
         return "".join(pieces)
 
     # --- log-probabilities ---

@@ -38,7 +38,9 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `token_ids`. None if the request wants none, and in the terminal event."""
     finish_reason: str | None = None
-    """In the terminal event: what `Job.finish_reason` is. None before; so are the next two."""
+    """In the terminal event: what `Job.finish_reason` is. None before; so are `usage` and `error`."""
+    finish_reasons: list[str] = []
+    """In the terminal event: that of each candidate, if there are several."""
     usage: Usage | None = None
     """In the terminal event: what `Job.usage` is. None if no engine ended the job."""
     error: JobError | None = None

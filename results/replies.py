@@ -299,6 +299,7 @@ def stream_event(entry: Entry) -> StreamEvent:
             text="",
             state=state.decode(),
             finish_reason=reason.decode() if reason else None,
+            finish_reasons=fields.get(b"reasons", b"").decode().split(),
             usage=_usage(fields),
             error=_decode_error(error) if error else None,
         )

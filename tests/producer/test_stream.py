@@ -394,6 +394,7 @@ def test_a_stream_has_the_events_of_all_candidates(client: Client, engine: Engin
         *((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (1, 3), (0, 7))
     ]
     assert texts_of(events, 2) == [output.text for output in client.get(job_id).outputs]
+    assert [event.finish_reasons for event in events[-2:]] == [[], ["stop", "length"]]
     for i, event in enumerate(events):
         assert list(client.stream(job_id, after=event.id)) == events[i + 1 :]
 
