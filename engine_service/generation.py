@@ -135,9 +135,7 @@ class Generation:
         pieces, at = [], detokenizer.end_of(start)
         for index in range(start, min(end, len(ends))):
             mark = marks.get(self.token_ids[index])
-            if mark is not None and ends[index] <= len(
-                text
-            ):  # else it is behind the stop string that has ended the text
+            if mark is not None and ends[index] <= len(text):  # not behind the stop string that has ended the text
                 pieces += [text[at : ends[index]], mark]
                 at = ends[index]
         pieces.append(text[at:] if end >= len(ends) else text[at : ends[end - 1]])
