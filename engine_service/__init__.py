@@ -1,1 +1,1 @@
-"""The engine: intake, scheduling, text and results. `millrace.LLM` is its offline face."""
+"""The engine: intake, scheduling, text and results. `millrace.LLM` is its offline API."""

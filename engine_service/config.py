@@ -201,15 +201,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def for_worker(self, path: Path) -> WorkerConfig:
         """Return the worker's part, for the model in `path`."""
         shared = msgspec.convert(self, WorkerConfig, from_attributes=True)
-        num_bytes = parse_bytes(self.kv_cache_memory)
-        num_swap_bytes = int(self.swap_space_gib * 2**30)
         return msgspec.structs.replace(
             shared,
             model=str(path),
             tokenizer=str(self.tokenizer_path) if self.tokenizer_path else None,
             eos_token_ids=eos_token_ids(path),
-            kv_cache_memory_bytes=num_bytes,
-            swap_space_bytes=num_swap_bytes,
+            kv_cache_memory_bytes=parse_bytes(self.kv_cache_memory),
+            swap_space_bytes=int(self.swap_space_gib * 2**30),
             force_swap=_is_swap_forced(),
         )
 

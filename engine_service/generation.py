@@ -160,13 +160,13 @@ class Generation:
 
     @property
     def has_prompt_entries(self) -> bool:
+        """Whether the log-probabilities of the prompt are wanted, and computed by now."""
         return self.sequence.prompt_logprobs is not None and not self.sequence.must_score_prompt
 
-    def prompt_entries(self) -> Iterator[list[Entry]] | None:
-        """Return the log-probabilities of the prompt's tokens but the first. None: not wanted, or not computed yet."""
+    def prompt_entries(self) -> Iterator[list[Entry]]:
+        """Return the log-probabilities of the prompt's tokens but the first, if `has_prompt_entries`."""
         sequence = self.sequence
-        if sequence.prompt_logprobs is None or not self.has_prompt_entries:
-            return None
+        assert sequence.prompt_logprobs is not None
         size = record_bytes(sequence.sampling.prompt_logprobs or 0)
         prompt, records = sequence.prompt_token_ids, bytes(sequence.prompt_logprobs)
         return (

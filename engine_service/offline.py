@@ -47,7 +47,7 @@ logger = logging.getLogger("millrace.engine")
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Messages: TypeAlias = list[dict[str, Any]]
 
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_content_format": ("auto", "string"),
     "tokenization_kwargs": ({},),
 }
@@ -368,7 +368,7 @@ def _older_objects_kept() -> Iterator[None]:
 
 def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
     for name, value in arguments.items():
-        if value is not None and value not in _WITHOUT_EFFECT.get(name, ()):
+        if value is not None and value not in _NEUTRAL.get(name, ()):
             raise InvalidRequest(name, f"is not supported by {method}; leave it out")
 
 

@@ -79,14 +79,16 @@ def output_of(
     times: Mapping[Generation, Times],
 ) -> RequestOutput:
     """Return the result of a prompt whose candidates have ended. `arrival_s`: in seconds since the epoch."""
-    first, prompt_entries = candidates[0].sequence, candidates[0].prompt_entries()
+    generation = candidates[0]
+    first = generation.sequence
+    prompt_logprobs = [None, *map(as_logprobs, generation.prompt_entries())] if generation.has_prompt_entries else None
     return RequestOutput(
         request_id=str(number),
         prompt=prompt,
         prompt_token_ids=first.prompt_token_ids,
         outputs=[_completion(index, generation, params) for index, generation in enumerate(candidates)],
         num_cached_tokens=first.num_cached_tokens or 0,
-        prompt_logprobs=None if prompt_entries is None else [None, *map(as_logprobs, prompt_entries)],
+        prompt_logprobs=prompt_logprobs,
         metrics=RequestMetrics(
             arrival_time=arrival_s,
             first_scheduled_time=min(each.scheduled_s or arrival_s for each in candidates),

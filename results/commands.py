@@ -154,14 +154,9 @@ def write(keys: QueueKeys, item: Write) -> Command:
     match item:
         case Append():
             outputs: list[Argument] = []
-            for number, one in enumerate(item.outputs, 1):
-                is_last, event = number == len(item.outputs), one.event
-                details = (_json(one.logprobs), _json(event.logprobs), _chat(event)) if event else ()
-                outputs += _output_arguments(one)
-                if event is not None or one.logprobs or not is_last:
-                    outputs += _event_arguments(event)
-                if one.logprobs or any(details) or not is_last:
-                    outputs += details or (_json(one.logprobs), b"", b"")
+            for one in item.outputs:
+                shown, details = _event_arguments(one.event)
+                outputs += (*_output_arguments(one), *shown, _json(one.logprobs), *details)
             return script_command("append", keys.prefix, item.job_id, item.lease, item.fingerprint, *outputs)
         case Begin():
             return script_command("begin", keys.prefix, item.job_id, item.lease)
@@ -171,7 +166,8 @@ def write(keys: QueueKeys, item: Write) -> Command:
             reasons = " ".join([item.finish_reason, *item.finish_reasons])
             events: list[Argument] = []
             for event in item.events:
-                events += (_suffix(event.index), *_event_arguments(event), _json(event.logprobs), _chat(event))
+                shown, details = _event_arguments(event)
+                events += (_suffix(event.index), *shown, *details)
             retryable = "1" if item.is_retryable else ""
             age_ms = "" if item.first_token_age_ms is None else item.first_token_age_ms
             end = (item.state, reasons, *usage, error, retryable, age_ms, _json(item.prompt_logprobs))
@@ -219,18 +215,13 @@ def _json(lazy: LazyJson | None) -> bytes:
     return lazy.read() if lazy else b""
 
 
-def _chat(event: Event | None) -> bytes:
-    return _encode_json(event.chat) if event is not None and event.chat is not None else b""
-
-
 def _suffix(index: int | None) -> str:
     return "" if index is None else f":{index}"
 
 
-_NO_EVENT = ("", "", "", "")
-
-
-def _event_arguments(event: Event | None) -> tuple[Argument, ...]:
+def _event_arguments(event: Event | None) -> tuple[tuple[Argument, ...], tuple[bytes, bytes]]:
+    """Return what every event has, and its log-probabilities and parts of a chat."""
     if event is None:
-        return _NO_EVENT
-    return (event.offset, len(event.token_ids), _encode_json(event.token_ids), event.text)
+        return ("", "", "", ""), (b"", b"")
+    shown = event.offset, len(event.token_ids), _encode_json(event.token_ids), event.text
+    return shown, (_json(event.logprobs), b"" if event.chat is None else _encode_json(event.chat))

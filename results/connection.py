@@ -77,14 +77,13 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
     """Return a client for a URL of redis-py: redis://, rediss://, unix://, with user, password and TLS options.
 
     redis+cluster:// and rediss+cluster:// return a cluster's client, which has the same commands; all keys of a queue live
-    in one slot. It connects at once, any other client on first use. `blocking` is for a loop that waits on the server and
-    retries by itself: errors are raised at once, and no command is sent twice.
+    in one slot. It connects at once, any other client on first use. `blocking`, which has no effect on a cluster's, is for a
+    loop that waits on the server and retries by itself: errors are raised at once, and no command is sent twice.
     """
     resolved = resolve_url(url)
-    retries = 0 if blocking else NUM_RETRIES
-    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries, _RETRIED)
     if plain := _cluster_url(resolved):
-        return _connect_cluster(plain, max(retries, 1))
+        return _connect_cluster(plain)
+    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 0 if blocking else NUM_RETRIES, _RETRIED)
     try:
         options = {**_OPTIONS, **({"connection_class": _TlsConnection} if _is_tls(resolved) else {})}
         return _with_a_host(redis.Redis.from_url(resolved, retry=retry, **_options_for(resolved, options)))
@@ -196,9 +195,9 @@ def _cluster_url(url: str) -> str | None:
     return f"{scheme}://{rest}" if rest and scheme in ("redis", "rediss") else None
 
 
-def _connect_cluster(url: str, num_retries: int) -> redis.Redis:
+def _connect_cluster(url: str) -> redis.Redis:
     # A cluster that moves a slot or elects a primary sends redirections for a while, so there are more retries.
-    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 2 * num_retries)
+    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 2 * NUM_RETRIES)
     try:
         return cast(redis.Redis, redis.RedisCluster.from_url(url, retry=retry, **_options_for(url, _OPTIONS)))
     except CLIENT_ERRORS as error:

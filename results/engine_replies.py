@@ -40,11 +40,12 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
     job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, *more = fields
     protocol, tenant, priority, *others = more
     wrong, logprobs = None, _split_off_logprobs(others) if others else []
+    saved = [tokens, num_published, *others]  # of each candidate
     is_intact = seed and created and protocol == _PROTOCOL and (seed + created).isdigit()  # as nearly always
     if not is_intact or len(seed) > 19 or len(created) > 19 or len(tokens) % 4 or others:
-        wrong = _corruption({"seed": seed, "created": created, "v": protocol}, [tokens, *others[::2]])
+        wrong = _corruption({"seed": seed, "created": created, "v": protocol}, saved[::2])
     if wrong:
-        seed, created, protocol, tokens, others = 0, 0, PROTOCOL, b"", []
+        seed, created, protocol, saved = 0, 0, PROTOCOL, [b"", num_published]
     return ClaimedJob(
         job_id=JobId(job_id.decode(errors="replace")),
         lease=Lease(int(lease)),
@@ -53,15 +54,13 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         seed=int(seed),
         cost=cost,
         crash_count=crashes,
-        token_ids=unpack_tokens(tokens) if tokens else [],
-        num_published=num_published,
+        checkpoints=list(map(Checkpoint, map(unpack_tokens, saved[::2]), saved[1::2])),
         is_watched=bool(watched),
         created_ms=int(created),
         protocol=int(protocol),
         tenant=(tenant or b"").decode(errors="replace"),
         priority=0 if priority == b"0" or not _INTEGER.fullmatch(priority or b"") else int(priority),
         corruption=wrong,
-        others=list(map(Checkpoint, map(unpack_tokens, others[::2]), others[1::2])) if others else [],
         logprobs=logprobs,
     )
 

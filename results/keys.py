@@ -7,8 +7,8 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     job:<id>               hash    the record; short values, stays a listpack    every transition     record TTL after end
     body:<id>              string  the request, raw JSON                         submit               like the record
     meta:<id>              string  the submitter's own JSON object               submit               like the record
-    tokens:<id>            string  checkpoint: token ids, uint32 little-endian   append               until the end *
-    logprobs:<id>          string  their log-probabilities, a JSON line each     append               like the tokens
+    tokens:<id>            string  checkpoint: token ids, uint32 little-endian   append, release      until the end *
+    logprobs:<id>          string  their log-probabilities, a JSON line each     append, release      like the tokens
     result:<id>            stream  events, then one terminal entry               append, finish       result TTL after end
     text:<id>              string  text of events that the stream has lost       append               like the result
     chat:<id>              string  parts of a chat in events that it has lost     append               like the result
@@ -28,7 +28,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     done                   stream  completions: id, state                        finish               100,000 entries
     dead                   zset    failed jobs, score ended at ms                finish, redrive      record TTL
     inbox                  stream  requests of any client: field `job`, JSON     anybody              until accepted
-    rejected               stream  inbox entries that are no jobs, 4 KiB each     accept, reject       1,000 entries, 7 days
+    rejected               stream  inbox entries that are no jobs, 4 KiB each     reject               1,000 entries, 7 days
     wake                   list    one element wakes one idle engine             submit, release      64 elements
     settings               hash    times, limits, weights, paused                operator             permanent
     counts                 hash    jobs queued now, totals of ends and tokens    every transition     permanent

@@ -129,10 +129,8 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     cost: int
     crash_count: int
     """Engines that died with this job since its last progress. From 2 on it has to run alone."""
-    token_ids: list[int]
-    """The checkpoint of candidate 0: the output tokens that Redis has."""
-    num_published: int
-    """Its output tokens in events; at most as many as in the checkpoint."""
+    checkpoints: list[Checkpoint]
+    """Of all candidates, by index."""
     is_watched: bool
     """A reader follows it live: publish output without delay."""
     created_ms: int
@@ -143,15 +141,8 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     """Within the tenant; lower numbers first."""
     corruption: str | None = None
     """What is wrong with a record that was changed so that the job cannot run: the job fails with this message."""
-    others: list[Checkpoint] = []
-    """Checkpoints of the second and later candidates."""
     logprobs: list[list[bytes]] = []
     """For each candidate the JSON of each token in its checkpoint, see `results.logprobs`. Empty if there is none."""
-
-    @property
-    def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints of all candidates, by index."""
-        return [Checkpoint(self.token_ids, self.num_published), *self.others]
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

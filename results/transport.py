@@ -162,45 +162,47 @@ class Transport:
         self._disconnect()
 
     def _call(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
-        is_cached = self._cache is not None and is_script(command)
-        try:
-            if self._cache and is_cached:
-                (reply,) = self._cache.call([command], meanwhile)
-            else:
-                reply = self._execute(command)
-        except (redis.TimeoutError, redis.ConnectionError) as error:
-            if not self._may_send_again(error, is_cached):
-                raise
-            reply = self._execute(command)
-        self._disconnect_after(reply)
+        cache = self._cache if is_script(command) else None
+        (reply,) = self._send([command], cache, lambda: self._execute(command), meanwhile)
         if isinstance(reply, redis.ResponseError):
             raise reply
         return reply
 
-    def _execute(self, command: Command) -> Reply:
-        """Return the reply, or the error that takes its place."""
+    def _pipeline(self, commands: Sequence[Command], node: redis.Redis | None = None) -> list[Reply]:
+        cache = self._cache if node is None and all(map(is_script, commands)) else None
+        return self._send(commands, cache, lambda: self._execute_together(commands, node))
+
+    def _send(
+        self,
+        commands: Sequence[Command],
+        cache: ConnectionCache | None,
+        execute: Callable[[], list[Reply]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[Reply]:
+        """Send commands through the cache, or by `execute`. Return the replies, or errors in their place."""
+        try:
+            replies = cache.call(commands, meanwhile) if cache else execute()
+        except redis.TimeoutError as error:
+            if not self._sends_again or is_unanswered_handshake(error, self._server):
+                raise
+            replies = execute()
+        except redis.ConnectionError:  # redis-py itself sends again after a lost connection, but not for the cache
+            if not (self._sends_again and cache):
+                raise
+            replies = execute()
+        self._disconnect_after(*replies)
+        return replies
+
+    def _execute(self, command: Command) -> list[Reply]:
         execute: Callable[..., Reply] = self._pooled().execute_command
         try:
-            return execute(*command)
+            return [execute(*command)]
         except redis.ResponseError as error:
-            return error
+            return [error]
 
     def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
             self._call(("SCRIPT LOAD", source))
-
-    def _pipeline(self, commands: Sequence[Command], node: redis.Redis | None = None) -> list[Reply]:
-        is_cached = self._cache is not None and node is None and all(map(is_script, commands))
-        try:
-            replies = (
-                self._cache.call(commands) if self._cache and is_cached else self._execute_together(commands, node)
-            )
-        except (redis.TimeoutError, redis.ConnectionError) as error:
-            if not self._may_send_again(error, is_cached):
-                raise
-            replies = self._execute_together(commands, node)
-        self._disconnect_after(*replies)
-        return replies
 
     def _execute_together(self, commands: Sequence[Command], node: redis.Redis | None) -> list[Reply]:
         with (node or self._pooled()).pipeline(transaction=False) as pipe:
@@ -225,12 +227,6 @@ class Transport:
             self._client.close()
         else:
             self._pooled().connection_pool.disconnect(inuse_connections=False)
-
-    def _may_send_again(self, error: redis.TimeoutError | redis.ConnectionError, is_cached: bool) -> bool:
-        """redis-py itself sends again after a lost connection, but not for the cache."""
-        if isinstance(error, redis.TimeoutError):
-            return self._sends_again and not is_unanswered_handshake(error, self._server)
-        return self._sends_again and is_cached
 
     def _pooled(self) -> redis.Redis:
         """Return the client after the cache has released its connections, so that no second one is opened."""
@@ -291,45 +287,41 @@ class AsyncTransport:
         await self._disconnect()
 
     async def _call(self, command: Command) -> Reply:
-        try:
-            reply = await self._execute(command)
-        except redis.TimeoutError as error:
-            if not self._sends_again or is_unanswered_handshake(error, self._server):
-                raise
-            reply = await self._execute(command)
-        await self._disconnect_after(reply)
+        (reply,) = await self._send(lambda: self._execute(command))
         if isinstance(reply, redis.ResponseError):
             raise reply
         return reply
 
-    async def _execute(self, command: Command) -> Reply:
+    async def _pipeline(self, commands: Sequence[Command], node: redis.asyncio.Redis | None = None) -> list[Reply]:
+        return await self._send(lambda: self._execute_together(commands, node))
+
+    async def _send(self, execute: Callable[[], Awaitable[list[Reply]]]) -> list[Reply]:
+        try:
+            replies = await execute()
+        except redis.TimeoutError as error:
+            if not self._sends_again or is_unanswered_handshake(error, self._server):
+                raise
+            replies = await execute()
+        await self._disconnect_after(*replies)
+        return replies
+
+    async def _execute(self, command: Command) -> list[Reply]:
         execute: Callable[..., Awaitable[Reply]] = self._client.execute_command
         try:
-            return await execute(*command)
+            return [await execute(*command)]
         except redis.ResponseError as error:
-            return error
+            return [error]
 
     async def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
             await self._call(("SCRIPT LOAD", source))
 
-    async def _pipeline(self, commands: Sequence[Command], node: redis.asyncio.Redis | None = None) -> list[Reply]:
+    async def _execute_together(self, commands: Sequence[Command], node: redis.asyncio.Redis | None) -> list[Reply]:
         async with (node or self._client).pipeline(transaction=False) as pipe:
             enqueue: Callable[..., Any] = pipe.execute_command
-
-            async def send() -> list[Reply]:
-                for command in commands:
-                    enqueue(*command)
-                return await pipe.execute(raise_on_error=False)
-
-            try:
-                replies = await send()
-            except redis.TimeoutError as error:
-                if not self._sends_again or is_unanswered_handshake(error, self._server):
-                    raise
-                replies = await send()
-        await self._disconnect_after(*replies)
-        return replies
+            for command in commands:
+                enqueue(*command)
+            return await pipe.execute(raise_on_error=False)
 
     async def _disconnect_after(self, *replies: Reply) -> None:
         if self._guard.is_closed:

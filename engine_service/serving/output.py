@@ -233,8 +233,5 @@ def _prompt_logprobs(job: ServedJob) -> LazyJson | None:
     generation = job.generations[0]
     if not generation.has_prompt_entries:
         return None
-
-    def build() -> bytes:
-        return join_tokens([b"null", *encode_tokens(generation.prompt_entries() or ())])
-
-    return LazyJson(build, _JSON_BYTES_PER_RECORD_BYTE * generation.sequence.num_prompt_record_bytes)
+    num_bytes = _JSON_BYTES_PER_RECORD_BYTE * generation.sequence.num_prompt_record_bytes
+    return LazyJson(lambda: join_tokens([b"null", *encode_tokens(generation.prompt_entries())]), num_bytes)

@@ -53,10 +53,10 @@ class Answerer:
             for entry in self._queue.read_inbox("0", 10, 50):
                 self._take(entry)
         self.body = jobs[0].body
-        first = 0 if jobs[0].others else None
+        first = 0 if len(jobs[0].checkpoints) > 1 else None
         for offset, text in enumerate(["sev", "en é", ' "quoted"\n']):
             engine.show(jobs[0], offset, [offset], text, first)
-            if jobs[0].others:
+            if len(jobs[0].checkpoints) > 1:
                 engine.show(jobs[0], offset, [offset], f"{offset}, ", 2)
         end = Event(offset=3, token_ids=[3], text="end", index=first)
         if self._state == "failed":

@@ -17,7 +17,7 @@ def crash(queue: JobQueue, *, after_tokens: int = 0, has_begun: bool = True, cal
     if has_begun:
         assert engine.begin(job) == "ok"
     if after_tokens:
-        engine.append(job, len(job.token_ids), list(range(after_tokens)))
+        engine.append(job, len(job.checkpoints[0].token_ids), list(range(after_tokens)))
     engine.die()
     assert [(one.engine_id, one.num_jobs) for one in queue.recover()] == [(engine.id, 1)]
     return job
@@ -53,7 +53,7 @@ def test_progress_forgives_the_deaths_before_it(queue: JobQueue, engine: Engine)
     for _ in range(20):
         crash(queue, after_tokens=3)
     job = engine.claim_one()
-    assert (job.crash_count, len(job.token_ids), job.attempt) == (0, 60, 21)
+    assert (job.crash_count, len(job.checkpoints[0].token_ids), job.attempt) == (0, 60, 21)
 
 
 def test_a_published_text_of_a_quarantined_job_is_kept(queue: JobQueue) -> None:

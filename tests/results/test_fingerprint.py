@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import redis
 
-from millrace.results.messages import JobId, Signal
+from millrace.results.messages import Checkpoint, JobId, Signal
 from millrace.results.queue import JobQueue
 from tests.results.engines import FINGERPRINT, Engine, submit
 from tests.results.full_queue import FullQueue
@@ -21,17 +21,17 @@ def half_done(queue: JobQueue, *, is_published: bool, fingerprint: str = FINGERP
 
 def test_an_engine_with_the_same_model_goes_on(queue: JobQueue, engine: Engine) -> None:
     half_done(queue, is_published=True)
-    assert engine.claim_one().token_ids == [1, 2, 3]
+    assert engine.claim_one().checkpoints[0].token_ids == [1, 2, 3]
 
 
 def test_an_engine_with_another_model_starts_over_while_nobody_has_seen_anything(queue: JobQueue) -> None:
     half_done(queue, is_published=False)
     other = Engine(queue, "other", fingerprint="model-b")
     job = other.claim_one()
-    assert (job.token_ids, job.num_published) == ([], 0)
+    assert job.checkpoints == [Checkpoint([], 0)]
     assert other.append(job, 0, [9]) == "ok"
     other.release(job)
-    assert Engine(queue, fingerprint="model-b").claim_one().token_ids == [9]
+    assert Engine(queue, fingerprint="model-b").claim_one().checkpoints[0].token_ids == [9]
 
 
 def test_what_was_seen_waits_for_an_engine_with_its_model(queue: FullQueue, engine: Engine) -> None:

@@ -69,7 +69,7 @@ def test_a_checkpoint_has_one_line_for_each_token_however_often_it_is_written(
     release = Release(job_id=job.job_id, lease=job.lease, fingerprint=engine.fingerprint, outputs=[more])
     assert queue.write([release]) == ["ok"]
     again = engine.claim_one()
-    assert (again.token_ids, again.logprobs) == ([1, 2, 3, 4, 5, 6], [lines(1, 2, 3, 4, 5, 6)])
+    assert (again.checkpoints[0].token_ids, again.logprobs) == ([1, 2, 3, 4, 5, 6], [lines(1, 2, 3, 4, 5, 6)])
     assert engine.finish(again, event(0, [1, 2, 3, 4, 5, 6])) == "ok"
     assert keys(queue, redis_client) == []
     output = queue.get("a").outputs[0]
@@ -122,7 +122,7 @@ def test_those_of_another_model_are_dropped(queue: FullQueue, engine: Engine, re
     engine.die()
     queue.recover()
     claimed = Engine(queue, fingerprint="model-b").claim_one()
-    assert (claimed.token_ids, claimed.logprobs, keys(queue, redis_client)) == ([], [], [])
+    assert (claimed.checkpoints[0].token_ids, claimed.logprobs, keys(queue, redis_client)) == ([], [], [])
 
 
 def test_those_of_the_prompt_and_the_time_of_the_first_token_are_in_the_terminal_entry(

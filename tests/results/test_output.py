@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import redis
 
-from millrace.results.messages import Event, JobError, Lease, Usage, Write
+from millrace.results.messages import Checkpoint, Event, JobError, Lease, Usage, Write
 from tests.results.engines import Engine, append_of, finish_of, listed, submit
 from tests.results.full_queue import FullQueue
 
@@ -14,7 +14,7 @@ def test_a_checkpoint_survives_its_engine(queue: FullQueue, engine: Engine) -> N
     assert engine.append(job, 0, [1, 2**31 - 1]) == "ok"
     assert engine.append(job, 2, [3]) == "ok"
     engine.release(job)
-    assert engine.claim_one().token_ids == [1, 2**31 - 1, 3]
+    assert engine.claim_one().checkpoints[0].token_ids == [1, 2**31 - 1, 3]
 
 
 def test_a_checkpoint_alone_shows_nothing(queue: FullQueue, engine: Engine) -> None:
@@ -40,7 +40,7 @@ def test_repeating_an_append_changes_nothing(queue: FullQueue, engine: Engine) -
     assert engine.append(claimed, 1, [2, 3, 4]) == "ok", "tokens that are there already are skipped"
     engine.release(claimed)
     again = engine.claim_one()
-    assert (again.token_ids, again.num_published) == ([1, 2, 3, 4], 2)
+    assert again.checkpoints == [Checkpoint([1, 2, 3, 4], 2)]
     assert queue.get("a").text == "x"
 
 
@@ -116,7 +116,7 @@ def test_a_lease_that_was_given_back_writes_nothing(queue: FullQueue, engine: En
     other = Engine(queue, "other")
     new = other.claim_one()
     assert [engine.show(old, 1, [2], "x"), engine.release(old, 1, [2]), engine.finish(old)] == ["stale"] * 3
-    assert new.token_ids == [1]
+    assert new.checkpoints[0].token_ids == [1]
     other.finish(new)
     assert engine.finish(old) == "stale", "the end is another's"
 
@@ -134,7 +134,7 @@ def test_release_puts_a_job_in_front_and_does_not_count_the_attempt(queue: FullQ
     a = engine.claim_one()
     assert engine.release(a, 0, [5, 6]) == "ok"
     again = engine.claim_one()
-    assert (again.job_id, again.attempt, again.token_ids) == ("a", 1, [5, 6])
+    assert (again.job_id, again.attempt, again.checkpoints[0].token_ids) == ("a", 1, [5, 6])
 
 
 def test_release_can_put_a_job_off(queue: FullQueue, engine: Engine) -> None:

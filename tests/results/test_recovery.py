@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 
 from millrace.results.connection import connect
-from millrace.results.messages import Event, Recovery
+from millrace.results.messages import Checkpoint, Event, Recovery
 from tests.results.engines import Engine, submission, submit
 from tests.results.full_queue import FullQueue
 
@@ -44,7 +44,7 @@ def test_a_recovered_job_goes_on_with_its_tokens_and_counts_the_attempt(queue: F
     doomed.die()
     queue.recover()
     again = engine.claim_one()
-    assert (again.token_ids, again.num_published, again.attempt) == ([1, 2, 3], 2, 2)
+    assert (again.checkpoints, again.attempt) == ([Checkpoint([1, 2, 3], 2)], 2)
     assert again.seed == job.seed
 
 

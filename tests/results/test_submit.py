@@ -9,7 +9,7 @@ import redis
 from millrace.producer import GenerationRequest, SamplingParams
 from millrace.producer.wire import to_submission
 from millrace.results.errors import QueueError
-from millrace.results.messages import Submission
+from millrace.results.messages import Checkpoint, Submission
 from millrace.results.scripts import Argument, script_command
 from millrace.results.transport import Transport
 from tests.results.engines import Engine, outcomes, submission, submit
@@ -23,7 +23,7 @@ def test_a_new_job_is_queued_with_what_the_queue_has_to_know(queue: FullQueue, e
     assert queue.get("a").state == "queued"
     claimed = engine.claim_one()
     assert (claimed.body, claimed.cost, claimed.seed) == (b'{"prompt":"x"}', 12, 2**63 - 1)
-    assert (claimed.attempt, claimed.crash_count, claimed.token_ids, claimed.num_published) == (1, 0, [], 0)
+    assert (claimed.attempt, claimed.crash_count, claimed.checkpoints) == (1, 0, [Checkpoint([], 0)])
     assert claimed.is_watched
 
 

@@ -21,7 +21,7 @@ from millrace.engine_service.serving.service import Service
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.results.connection import connect
-from millrace.results.messages import ClaimedJob, JobId, Lease
+from millrace.results.messages import Checkpoint, ClaimedJob, JobId, Lease
 from millrace.results.queue import JobQueue
 from millrace.results.writer import Writer
 from tests.engine_service.core.sequences import make_sequence, stub_output
@@ -133,8 +133,7 @@ def test_a_lease_is_dropped_before_its_place_is_free(capacity: Capacity) -> None
         seed=1,
         cost=200,
         crash_count=2,  # runs alone
-        token_ids=[],
-        num_published=0,
+        checkpoints=[Checkpoint([], 0)],
         is_watched=False,
         created_ms=0,
     )

@@ -18,7 +18,18 @@ from millrace.engine_service.serving.output import Output
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.messages import RowSampling, SeqId
 from millrace.producer import GenerationRequest, SamplingParams
-from millrace.results.messages import Append, ChatOutput, ClaimedJob, Event, Finish, JobId, Lease, ToolCall, Write
+from millrace.results.messages import (
+    Append,
+    ChatOutput,
+    Checkpoint,
+    ClaimedJob,
+    Event,
+    Finish,
+    JobId,
+    Lease,
+    ToolCall,
+    Write,
+)
 from tests.engine_service.chat.models import WEATHER, model_with_template
 
 GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [])
@@ -59,7 +70,7 @@ class Attempts:
         sequence = Sequence(SeqId(1), PROMPT, GREEDY, rules, output_token_ids=list(token_ids))
         claimed = ClaimedJob(
             job_id=JobId("a"), lease=Lease(1), attempt=1, body=b"{}", seed=1, cost=1, crash_count=0, created_ms=0,
-            token_ids=list(token_ids), num_published=num_published, is_watched=self.is_watched,
+            checkpoints=[Checkpoint(list(token_ids), num_published)], is_watched=self.is_watched,
         )  # fmt: skip
         self.output = Output(self.write, "model-a")
         return ServedJob(claimed, [Generation(sequence, self.rules, self.tokenizer)], chat=self.reader)

@@ -15,7 +15,7 @@ from millrace.engine_service.serving.output import CHECKPOINT_TOKENS, SAVE_EVERY
 from millrace.executor.wire.messages import RowSampling, SeqId, record_bytes
 from millrace.results import commands
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import Append, ClaimedJob, Finish, JobId, Lease, Release, Write
+from millrace.results.messages import Append, Checkpoint, ClaimedJob, Finish, JobId, Lease, Release, Write
 
 HOUR_S = 3600
 GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [])
@@ -23,8 +23,8 @@ KEYS = QueueKeys("default")
 
 
 def claimed_job(**fields: Any) -> ClaimedJob:
-    values = {"attempt": 1, "body": b"{}", "seed": 1, "cost": 1, "crash_count": 0, "token_ids": [], "num_published": 0}
-    values |= {"is_watched": False, "created_ms": 0}
+    values = {"attempt": 1, "body": b"{}", "seed": 1, "cost": 1, "crash_count": 0}
+    values |= {"checkpoints": [Checkpoint([], 0)], "is_watched": False, "created_ms": 0}
     return ClaimedJob(job_id=JobId("a"), lease=Lease(1), **{**values, **fields})
 
 

@@ -30,7 +30,7 @@ from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.producer import GenerationRequest
 from millrace.results.connection import connect
-from millrace.results.messages import ClaimedJob, JobId, Lease, Submission
+from millrace.results.messages import Checkpoint, ClaimedJob, JobId, Lease, Submission
 from millrace.results.writer import Writer
 from tests.processes import wait_until
 from tests.results.engines import FINGERPRINT, outcomes, submission
@@ -57,8 +57,7 @@ def pending(name: str) -> PendingJob:
             seed=1,
             cost=1,
             crash_count=0,
-            token_ids=[],
-            num_published=0,
+            checkpoints=[Checkpoint([], 0)],
             is_watched=False,
             created_ms=0,
             tenant=name[0],

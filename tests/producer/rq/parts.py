@@ -157,7 +157,7 @@ class EchoEngine:
                 job_id=job.job_id, lease=job.lease, state="failed", finish_reason="error", usage=usage, error=error
             )
         text = answer_to(json.loads(job.body).get("prompt", ""))
-        indices = range(len(job.checkpoints)) if job.others else [None]
+        indices = range(len(job.checkpoints)) if len(job.checkpoints) > 1 else [None]
         events = [Event(offset=0, token_ids=[1, 2], text=text, index=index) for index in indices]
         return Finish(
             job_id=job.job_id, lease=job.lease, state="finished", finish_reason="stop", usage=usage, events=events
