@@ -13,7 +13,7 @@ import pytest
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
-from millrace.producer.wire import parse_body
+from millrace.producer.wire import parse_body, to_submission
 from millrace.results import keys
 from millrace.results.queue import JobQueue
 from millrace.results.scripts import SOURCES
@@ -80,6 +80,26 @@ def test_the_ranges_of_the_page_are_those_of_the_code(field: str) -> None:
     tried = [low - 1, low, high, high + 1]
     values = [[value] for value in tried] if rule.startswith("list") else tried
     assert [is_accepted(**{field: value}) for value in values] == [False, True, True, False]
+
+
+def test_the_bodies_and_digests_of_the_page_are_those_of_the_code() -> None:
+    block = PAGE.split("Requests, each with its canonical body and digest:\n\n```\n")[1].split("\n```")[0]
+    examples = [example.split("\n") for example in block.split("\n\n")]
+    assert len(examples) == 3
+    for raw, body, digest in examples:
+        found = to_submission(parse_body(raw.encode()))
+        assert (found.body.decode(), found.digest) == (body, digest)
+
+
+def test_the_arguments_of_a_finish_are_those_of_the_script(queue: JobQueue, engine: Engine) -> None:
+    """The page names them in their order, as the script's header does."""
+    (page,) = re.findall(r"\*\*`finish`\*\*: (.*?) all that is left of its parts", PAGE, re.DOTALL)
+    (header,) = re.findall(r"-- ARGV  1 job id, 2 lease, (.*?)-- Returns", SCRIPTS["finish"], re.DOTALL)
+    words = ["state", "reason", "prompt", "completion", "cached tokens", "error", "retryable", "token came", "log-prob"]
+    for text in (page, header):
+        places = [text.index(word) for word in words]
+        assert places == sorted(places)
+    assert "chat" not in page.partition("log-prob")[0]
 
 
 def test_every_field_of_the_record_is_on_the_page() -> None:

@@ -85,7 +85,7 @@ WRONG: list[tuple[str, list[Argument]]] = [
     ("seed", ["", "abc", "1.5", "--1", "-", "2^63", str(2**63), str(-(2**63) - 1), "1" * 5000]),
     ("tenant", ["", "a b", "x" * 65, b"\xc3\xa9"]),
     ("priority", ["", "abc", "nan", "inf", "0.5", "1e3", str(2**31), str(-(2**31) - 1)]),
-    ("options", ["5", "null", '"x"', "{", "reply_error", "[" * 2000]),
+    ("options", ["5", "null", '"x"', "{", "reply_error", "[" * 2000, "[1]", '{"a b": 1}']),
 ]
 WRONG_OPTIONS: list[tuple[str, list[Any]]] = [
     ("delay_ms", [-1, 1.5, "5", True, [], 10**14]),
@@ -100,6 +100,7 @@ CASES += [
     (name, value, {**JOB, "options": json.dumps({name: value})}) for name, values in WRONG_OPTIONS for value in values
 ]
 CASES += [
+    ("delay_s", "unknown", {**JOB, "options": '{"delay_s":5}'}),
     ("deadline_ms", "over before delay_ms", {**JOB, "options": '{"deadline_ms":5000,"delay_ms":5000}'}),
     ("deadline_ms", "over before run_at_ms", {**JOB, "options": '{"deadline_ms":5000,"run_at_ms":9000000000000}'}),
 ]

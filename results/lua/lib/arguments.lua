@@ -38,10 +38,13 @@ local function read_options(text)
   if text == '' then return NO_OPTIONS end
   local is_json, options = pcall(cjson.decode, text)
   if not is_json or type(options) ~= 'table' then return nil, 'options' end
+  local ranges = {delay_ms = {0, 1e13}, run_at_ms = {0, 1e13}, deadline_ms = {1, 1e13}, max_retries = {0, 100}, n = {1, 64}}
   for name, value in pairs(options) do
+    if not ranges[name] and name ~= 'meta' and name ~= 'batch' then  -- such as delay_s: the job must not begin at once
+      return nil, type(name) == 'string' and is_name(name, 64) and name or 'options'
+    end
     if value == cjson.null then options[name] = nil end
   end
-  local ranges = {delay_ms = {0, 1e13}, run_at_ms = {0, 1e13}, deadline_ms = {1, 1e13}, max_retries = {0, 100}, n = {1, 64}}
   for name, range in pairs(ranges) do
     local value = options[name]
     local is_integer = type(value) == 'number' and value % 1 == 0
