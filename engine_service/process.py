@@ -18,6 +18,7 @@ from millrace.engine_service.chat.outputs import ChatOutputs
 from millrace.engine_service.chat.renderer import ProcessRenderer
 from millrace.engine_service.config import ServeConfig
 from millrace.engine_service.engine import Engine
+from millrace.engine_service.errors import EngineError
 from millrace.engine_service.model_files import eos_token_ids, fingerprint
 from millrace.engine_service.observe.endpoint import Endpoint
 from millrace.engine_service.observe.health import Health
@@ -39,6 +40,7 @@ from millrace.executor.launch.external import die_with_rank_0
 from millrace.executor.model_names import unlisted_models
 from millrace.executor.phases import process_age_s, timed
 from millrace.results.connection import connect
+from millrace.results.errors import QueueError
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 from millrace.results.writer import Writer
@@ -139,10 +141,17 @@ class _Process:
         logger.info("engine %s serves %s on queue %s", engine_id, config.model_names[0], config.queue)
         release_freed_memory()  # what the tokenizer's file took, mostly
         logger.info("start: ready after %.2f s", process_age_s())
+        end = serving.close
         try:
             serving.run()
-        finally:  # also when the workers are lost for good: running jobs go back to the queue
-            is_all_written = serving.close()
+        except (EngineError, QueueError):  # such as workers that are lost for good: another engine may go on at once
+            raise
+        except Exception:
+            logger.error("the engine has a bug: its jobs go back to the queue when its heartbeat expires")
+            end = serving.abandon
+            raise
+        finally:
+            is_all_written = end()
         return is_all_written
 
     def _open_endpoint(self) -> Endpoint | None:
@@ -238,6 +247,15 @@ class _Serving:
         if not is_all_written:
             logger.error("Redis did not take the last writes; another engine will recover their jobs")
         self.leases.stop()
+        self._status_log.stop()
+        return is_all_written
+
+    def abandon(self) -> bool:
+        """Leave the running jobs to `recover`, which counts a crash of each: one that no engine survives ends at last.
+        Return whether Redis has taken every write."""
+        self._stop_intake()
+        is_all_written = self._writer.close(_FLUSH_S, build_timeout_s=_BUILD_S)
+        self.leases.stop(deregisters=False)
         self._status_log.stop()
         return is_all_written
 

@@ -314,7 +314,7 @@ def stream_event(entry: Entry) -> StreamEvent:
         token_ids=token_ids,
         text=text,
         index=index,
-        content=parts.content,
+        content=parts.content or None,
         reasoning=parts.reasoning,
         tool_calls=parts.tool_calls,
         logprobs=logprobs,

@@ -86,11 +86,13 @@ class Leases:
             self._next_beat_s = time.monotonic() + self._ttl_ms / 4000
         self.thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *, deregisters: bool = True) -> None:
         """End the heartbeats and deregister the engine."""
         self._stopping.set()
         self._beat_now.set()
         self.thread.join(_STOP_S)
+        if not deregisters:
+            return
         try:
             self._queue.deregister(self.engine_id)
         except QueueError as error:

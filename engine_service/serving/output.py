@@ -198,12 +198,15 @@ class Output:
 
     def _last_event(self, candidate: Candidate) -> Event | None:
         """Return the rest. It may have no token: what a chat's events held back may be content after all."""
-        generation, start = candidate.generation, candidate.num_published
+        generation, start, parts = candidate.generation, candidate.num_published, candidate.parts
         end = len(generation.token_ids)
-        text, chat = generation.final_text_after(start), None
-        if (parts := candidate.parts) is not None:
+        if start == end:
+            held_back = ChatOutput() if parts is None else parts.end("")
+            return None if held_back == ChatOutput() else _event(candidate, end, "", held_back)
+        chat = None
+        if parts is not None:
             chat = parts.end(generation.marked_final_text_after(start, parts.hidden_marks))
-        return _event(candidate, end, text, chat) if start < end or chat not in (None, ChatOutput()) else None
+        return _event(candidate, end, generation.final_text_after(start), chat)
 
 
 def _event(candidate: Candidate, end: int, text: str, chat: ChatOutput | None) -> Event:

@@ -70,6 +70,25 @@ def render_processes(engine_pid: int) -> list[int]:
     return pids
 
 
+@pytest.mark.parametrize(
+    "fields", [{"prompt": "A story about a fox:"}, {"messages": [{"role": "user", "content": "A story about a fox"}]}]
+)
+def test_candidates_that_end_at_different_times_are_streamed(
+    fields: dict[str, Any], client: Client, start_engine: StartEngine
+) -> None:
+    """A candidate that has ended, by a token without text, is saved again with the others."""
+    start_engine()
+    job_id = client.submit(**fields, n=3, max_tokens=200, seed=5, stream=True)
+    events = list(client.stream(job_id, timeout_s=LIMIT_S))
+    job = client.get(job_id)
+    lengths = {len(output.token_ids) for output in job.outputs}
+    assert (job.state, job.error, len(lengths) > 1) == ("finished", None, True)
+    assert "stop" in events[-1].finish_reasons
+    for output in job.outputs:
+        own = [event for event in events if event.index == output.index]
+        assert "".join(event.text for event in own) == "".join(event.content or "" for event in own) == output.text
+
+
 CALL = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

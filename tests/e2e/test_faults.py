@@ -10,6 +10,7 @@ import pytest
 
 from millrace import Client
 from millrace.embedded import EmbeddedServer
+from millrace.results.messages import TERMINAL_STATES
 from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import LIMIT_S, EngineProcess, wait_until
 
@@ -47,3 +48,21 @@ def test_sigterm_while_redis_is_away_ends_in_time_and_says_so(tmp_path: Path) ->
         server.kill()
         assert engine.terminate(limit_s=45) == 4
         assert "another engine will recover their jobs" in engine.text()
+
+
+def test_a_job_on_which_the_loop_of_every_engine_fails_ends_as_crashed_and_takes_no_other_with_it(
+    client: Client, redis_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    good = client.submit(prompt="A story:", max_tokens=200, ignore_eos=True)
+    poison = client.submit(prompt="A story:", max_tokens=200, ignore_eos=True, stream=True, job_id="poison")
+    num_failed = 0
+    while client.get(poison).state not in TERMINAL_STATES:
+        log, place = tmp_path / f"engine-{num_failed}.log", (redis_url, queue_name)
+        with EngineProcess(log, *place, module="tests.e2e.failing_service", heartbeat_s=1.0) as engine:
+            wait_until(lambda: engine.has_ended or client.get(poison).state in TERMINAL_STATES)
+            num_failed += engine.has_ended
+            assert engine.has_ended is ("IndexError: list index out of range" in engine.text())
+            if not engine.has_ended:
+                assert client.wait(good, LIMIT_S).state == "finished"
+    error = client.get(poison).error
+    assert (error and error.kind, num_failed) == ("crashed", 5)
