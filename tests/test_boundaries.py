@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": {"msgspec", "zmq"},
     "worker": {
         *("torch", "transformers", "safetensors", "triton", "llguidance", "msgspec"),
-        *("executor.wire.messages", "executor.wire.channel", "executor.wire.kv_layout", "executor.wire.failures"),
+        *("executor.wire.messages", "executor.wire.kv_layout", "executor.wire.failures"),
         *("executor.rank.serve", "executor.rank.worker", "executor.phases", "executor.heap"),
         "executor.model_names",
     },

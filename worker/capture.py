@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Replay = Callable[[], None]
-
-
-class Capture(Protocol):
-    """Records the work that a function queues on the device."""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Run `compute`, which writes to the same addresses each time, and record it. Return its result, and a
-        function that runs it again."""
+Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]]
+"""Runs a function, which writes to the same addresses each time, and records the work that it queues on the device. Returns
+its result, and a function that runs it again."""
 
 
 class CudaCapture:

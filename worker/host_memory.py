@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -73,5 +72,5 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     begin = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if madvise is not None and sys.platform == "linux" and begin < end:
+    if madvise is not None and begin < end:
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)

@@ -48,7 +48,6 @@ class Rank:
         self._epoch = epoch
         self._config = config
         self._rendezvous = rendezvous
-        self._num_steps = 0
         self.runner: Runner | None = None
         self._peers: Peers | None = None
         self._pool: KVPool | None = None
@@ -136,7 +135,6 @@ class Rank:
         runner = self._require_runner()
         if plan.epoch != self._epoch:
             raise PlanError(f"the plan is of epoch {plan.epoch}, this rank is in epoch {self._epoch}: drop the plan")
-        self._num_steps += 1
         runner.launch(plan)
 
     def collect(self) -> StepResult:
@@ -197,8 +195,6 @@ class Rank:
         on_gpu = self._device.type == "cuda"
         return {
             "rank": self._rank,
-            "epoch": self._epoch,
-            "num_steps": self._num_steps,
             "num_sequences": self.runner.num_sequences if self.runner else 0,
             "num_blocks": self._pool.num_blocks if self._pool else 0,
             "kv_pool_bytes": self._pool.num_bytes() if self._pool else 0,

@@ -18,7 +18,7 @@ from torch import Tensor
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.counter_rng import exponential_variates, next_keys
 from millrace.worker.kernels import sampling as compiled
-from millrace.worker.kernels.library import Kernels, find_kernels
+from millrace.worker.kernels.library import find_kernels
 from millrace.worker.sampling_rows import SamplingRows
 from millrace.worker.transfer import to_device
 from millrace.worker.triton_support import find_triton
@@ -34,7 +34,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     largest logit is NaN or infinite; -inf means that no id was allowed. May change the logits in place."""
     if logits.is_cuda and find_triton():
         return sample_with_triton(logits, rows)
-    kernels = _kernels_for(logits)
+    kernels = find_kernels() if logits.device.type == "cpu" else None
     logits = _processed(logits.float(), rows, but_grammars=kernels is not None)
     if kernels is None:
         peaks, token_ids = logits.max(dim=-1)
@@ -68,7 +68,7 @@ def sample_with_triton(logits: Tensor, rows: SamplingRows) -> Tensor:
     return token_ids
 
 
-def _processed(logits: Tensor, rows: SamplingRows, *, but_grammars: bool = False) -> Tensor:
+def _processed(logits: Tensor, rows: SamplingRows, *, but_grammars: bool) -> Tensor:
     """Return contiguous logits [M, V] as the logits processors change them."""
     logits = logits.contiguous()
     return logits if rows.processors is None else rows.processors.apply(logits, but_grammars=but_grammars)
@@ -79,10 +79,6 @@ def without_failed(peaks: Tensor, token_ids: Tensor) -> Tensor:
     if peaks.device.type == "cpu" and all(map(math.isfinite, peaks.tolist())):  # faster than tensors
         return token_ids
     return token_ids.masked_fill_(peaks - peaks != 0, NO_TOKEN)  # it is NaN then; isfinite makes more tensors
-
-
-def _kernels_for(logits: Tensor) -> Kernels | None:
-    return find_kernels() if logits.device.type == "cpu" else None
 
 
 def _draw_in_parts(logits: Tensor, peaks: Tensor, token_ids: Tensor, rows: SamplingRows) -> None:

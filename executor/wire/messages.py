@@ -114,7 +114,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True)
     world_size: int
     config: WorkerConfig
     rendezvous: str = ""
-    """The init_method of torch.distributed for this epoch: "tcp://127.0.0.1:<port>". Empty: one rank."""
+    """Where the ranks connect to each other in this epoch: "tcp://host:port". Empty: one rank."""
     has_to_queue: bool = False
     """Whether the rank waits for `Go` before it enters the phase load_model."""
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.sampler import sample, without_failed
@@ -31,8 +30,6 @@ class VocabParallelSampler:
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Draw one token for each row of this rank's logits [M, W]. See `worker.sampler.sample`."""
-        if rows.num_rows == 0:
-            return torch.empty(0, dtype=torch.int64, device=logits.device)
         if self._tp_size == 1:
             return sample(logits, rows)
         if rows.is_plain_greedy:
@@ -67,4 +64,4 @@ class VocabParallelSampler:
         all_peaks, all_ids = torch.stack(self._peers.all_gather(best)).unbind(1)  # [n, M]
         peaks, winners = all_peaks.max(dim=0)
         token_ids = all_ids.gather(0, winners.unsqueeze(0))[0].long()
-        return token_ids.masked_fill_(~peaks.isfinite(), NO_TOKEN)
+        return without_failed(peaks, token_ids)

@@ -57,15 +57,13 @@ class Style:
 MODULE_STYLES = {
     "colwise": Style(0, 0),
     "colwise_gather_output": Style(0, 0, ColumnParallelLinear),
-    "colwise_rep": Style(0, 0, ColumnParallelLinear),
     "rowwise": Style(1, None, RowParallelLinear),
     "rowwise_split_input": Style(1, None, partial(RowParallelLinear, input_is_parallel=False)),
-    "rowwise_rep": Style(1, None, partial(RowParallelLinear, input_is_parallel=False)),
     "replicate": Style(),
     "replicated_with_grad_allreduce": Style(),
     "moe_tp_experts": Style(joined=TensorParallelExperts),
 }
-"""The supported styles of transformers for modules; some have two names."""
+"""The supported styles of transformers for modules."""
 
 TENSOR_STYLES = {
     "packed_colwise": Style(-2, num_packed=2),
@@ -91,8 +89,8 @@ class Slice:
     whole_size: int
     num_packed: int = 1
 
-    def of(self, whole: Any) -> Tensor:
-        """Return this part of a tensor, or of safetensors' view of a tensor in its file."""
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this part of a tensor."""
         each = self.whole_size // self.num_packed
         parts = [whole[self._index(packed * each)] for packed in range(self.num_packed)]
         return parts[0] if self.num_packed == 1 else torch.cat(parts, self.dim)
