@@ -1,8 +1,9 @@
-"""A web server that streams jobs to browsers as server-sent events, and cancels the job of a browser that has gone.
+"""A web server for chats: it streams each answer as server-sent events, a page that is loaded again goes on with it, and a
+button stops it. A job that no page reads any more is cancelled.
 
     pip install starlette uvicorn
     MILLRACE_REDIS_URL=redis://localhost:6379/0 uvicorn --app-dir examples web:app
-    curl -N localhost:8000/generate -d '{"prompt": "3 + 4 =", "max_tokens": 20}'
+    open http://localhost:8000
 
 The functions are the same under FastAPI. See docs/web.md.
 """
@@ -13,51 +14,102 @@ import asyncio
 import contextlib
 import json
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from millrace import AsyncClient, InvalidRequest, QueueFull, RedisUnavailable, WaitTimeout
+from millrace import AsyncClient, InvalidRequest, JobNotFound, QueueFull, RedisUnavailable, ResultExpired, WaitTimeout
 
 KEEP_ALIVE_S = 15.0
 """Proxies close a connection on which nothing comes for a minute or less."""
+GRACE_S = 10.0
+"""How long a job runs without a reader, such as while a page is loaded again."""
+
+
+class Readers:
+    """Owns the jobs of this process that have not ended, and cancels those that nobody reads for GRACE_S."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self._counts: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def leave(self, job_id: str) -> None:
+        """Count one reader less, or none yet. Its caller may be cancelled, so another task does the rest."""
+        self._counts[job_id] -= self._counts[job_id] > 0
+        task = asyncio.create_task(self._cancel_unread(job_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def enter(self, job_id: str) -> None:
+        self._counts[job_id] += 1
+
+    def end(self, job_id: str) -> None:
+        self._counts.pop(job_id, None)
+
+    async def cancel_all(self) -> None:
+        await self.client.cancel_many(self._counts)
+
+    async def _cancel_unread(self, job_id: str) -> None:
+        await asyncio.sleep(GRACE_S)
+        if self._counts.get(job_id) == 0:
+            self.end(job_id)
+            with contextlib.suppress(JobNotFound):
+                await self.client.cancel(job_id)
 
 
 @contextlib.asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
     async with AsyncClient() as client:
-        app.state.client, app.state.open_jobs, app.state.tasks = client, set(), set()
+        app.state.client, app.state.readers = client, Readers(client)
         yield
-        await client.cancel_many(app.state.open_jobs)
+        await app.state.readers.cancel_all()
 
 
-async def generate(request: Request) -> Response:
-    client: AsyncClient = request.app.state.client
-    open_jobs: set[str] = request.app.state.open_jobs
+async def page(request: Request) -> Response:
+    return FileResponse(Path(__file__).with_name("web.html"))
+
+
+async def submit(request: Request) -> Response:
     job_id = uuid.uuid4().hex
-    open_jobs.add(job_id)  # before it is submitted: if the submission is cut off, the job may be in the queue
+    request.app.state.readers.leave(job_id)  # if the submission is cut off, the job may be in the queue
     try:
-        await client.submit(**{**await request.json(), "stream": True, "job_id": job_id})
+        await request.app.state.client.submit(**{**await request.json(), "stream": True, "job_id": job_id})
     except RedisUnavailable as error:
         return JSONResponse({"error": str(error)}, 503)
     except (QueueFull, InvalidRequest, ValueError, TypeError) as error:
-        open_jobs.discard(job_id)
+        request.app.state.readers.end(job_id)
         return JSONResponse({"error": str(error)}, 429 if isinstance(error, QueueFull) else 400)
-    return StreamingResponse(events(request.app, job_id), media_type="text/event-stream")
+    return JSONResponse({"id": job_id}, 201)
 
 
-async def events(app: Starlette, job_id: str) -> AsyncGenerator[str]:
-    client: AsyncClient = app.state.client
-    last, has_ended = None, False
+async def stop(request: Request) -> Response:
+    with contextlib.suppress(JobNotFound):
+        await request.app.state.client.cancel(request.path_params["job_id"])
+    return Response(status_code=204)  # the stream ends with the state "cancelled"
+
+
+async def events(request: Request) -> Response:
+    after = request.headers.get("last-event-id")  # which browsers send when they connect again
+    stream = read(request.app.state.readers, request.path_params["job_id"], after)
+    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def read(readers: Readers, job_id: str, after: str | None) -> AsyncGenerator[str]:
+    readers.enter(job_id)
+    has_ended = False
     try:
         while not has_ended:
             try:
-                async for event in client.stream(job_id, after=last, timeout_s=KEEP_ALIVE_S):
-                    last, has_ended = event.id, event.state is not None
+                async for event in readers.client.stream(job_id, after=after, timeout_s=KEEP_ALIVE_S):
+                    after = event.id
                     yield f"id: {event.id}\ndata: {json.dumps(event.to_dict())}\n\n"
+                has_ended = True
             except WaitTimeout as waiting:
                 yield f": {waiting}\n\n"  # a comment, which browsers skip
             except RedisUnavailable as error:
@@ -65,18 +117,22 @@ async def events(app: Starlette, job_id: str) -> AsyncGenerator[str]:
                     raise
                 yield f": {error}\n\n"
                 await asyncio.sleep(1)
+            except (JobNotFound, ResultExpired, ValueError) as error:
+                yield f"event: gone\ndata: {json.dumps(str(error))}\n\n"
+                has_ended = True
     finally:
         if has_ended:
-            app.state.open_jobs.discard(job_id)
-        else:  # the browser has gone, so this task is being cancelled, and another one has to tell the queue
-            task = asyncio.create_task(cancel(app, job_id))
-            app.state.tasks.add(task)
-            task.add_done_callback(app.state.tasks.discard)
+            readers.end(job_id)
+        else:  # the browser has gone, or loads the page again
+            readers.leave(job_id)
 
 
-async def cancel(app: Starlette, job_id: str) -> None:
-    await app.state.client.cancel(job_id)
-    app.state.open_jobs.discard(job_id)
-
-
-app = Starlette(routes=[Route("/generate", generate, methods=["POST"])], lifespan=lifespan)
+app = Starlette(
+    routes=[
+        Route("/", page),
+        Route("/jobs", submit, methods=["POST"]),
+        Route("/jobs/{job_id}", stop, methods=["DELETE"]),
+        Route("/jobs/{job_id}/events", events),
+    ],
+    lifespan=lifespan,
+)

@@ -264,7 +264,8 @@ def _message(output: CompletionOutput) -> dict[str, Any]:
     if output.reasoning is not None:
         message["reasoning"] = message["reasoning_content"] = output.reasoning  # vLLM's name, and the older one
     if output.tool_calls:
-        message["tool_calls"] = msgspec.to_builtins(output.tool_calls)
+        calls = msgspec.to_builtins(output.tool_calls)
+        message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
     return message
 
 

@@ -67,6 +67,8 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call of a tool in the output of a chat, in OpenAI's form."""
 
+    index: int = 0
+    """Which call of the output it is, from 0."""
     id: str
     type: str = "function"
     function: FunctionCall

@@ -91,7 +91,7 @@ class CandidateParts:
         calls = []
         for call in parts.tool_calls:
             if self._num_calls < self._max_calls:
-                calls.append(ToolCall(id=self._call_id(self._num_calls), function=call))
+                calls.append(ToolCall(index=self._num_calls, id=self._call_id(self._num_calls), function=call))
                 self._num_calls += 1
         return ChatOutput(content=self._shown(parts.content), reasoning=self._shown(parts.reasoning), tool_calls=calls)
 

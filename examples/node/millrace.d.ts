@@ -90,7 +90,7 @@ export interface Output {
   /** The text without reasoning and tool calls; null if there is none. */
   content: string | null;
   reasoning: string | null;
-  tool_calls: { id: string; type: "function"; function: { name: string; arguments: string } }[];
+  tool_calls: { index: number; id: string; type: "function"; function: { name: string; arguments: string } }[];
 }
 
 /** New output of one candidate. */

@@ -163,8 +163,8 @@ def test_reasoning_content_and_calls_are_split_and_text_and_stream_stay_raw(
         (None, None, 1),
         ("I add.", "Three and four.", 1),
     ]
-    ids = [call.id for output in other[5].outputs for call in output.tool_calls]
-    assert len(set(ids)) == 4
+    calls = [call for output in other[5].outputs for call in output.tool_calls]
+    assert (len({call.id for call in calls}), [call.index for call in calls]) == (4, [0, 1, 0, 1])
 
 
 @pytest.mark.parametrize(

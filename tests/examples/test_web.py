@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from millrace import Client
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
+from millrace.results.messages import ChatOutput
 from millrace.results.queue import JobQueue
 from tests.examples.conftest import LIMIT_S
 from tests.processes import ROOT, wait_until
@@ -24,7 +27,7 @@ from tests.results.engines import Engine
 
 START = """
 import uvicorn, web
-web.KEEP_ALIVE_S = 0.2
+web.KEEP_ALIVE_S, web.GRACE_S = 0.2, 0.5
 uvicorn.run(web.app, port=0, timeout_graceful_shutdown=1)
 """
 
@@ -46,11 +49,18 @@ class WebServer:
         self._port = int(found[1])
 
     @contextlib.contextmanager
-    def post(self, body: str) -> Iterator[http.client.HTTPResponse]:
+    def request(self, method: str, path: str, body: str | None = None, **headers: str) -> Iterator[HTTPResponse]:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=LIMIT_S)) as connection:
-            connection.request("POST", "/generate", body)
+            connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
             with connection.getresponse() as response:
                 yield response
+
+    def submit(self, body: str) -> tuple[int, dict[str, str]]:
+        with self.request("POST", "/jobs", body) as response:
+            return response.status, json.loads(response.read())
+
+    def read(self, job_id: str, **headers: str) -> AbstractContextManager[HTTPResponse]:
+        return self.request("GET", f"/jobs/{job_id}/events", **headers)
 
 
 @pytest.fixture
@@ -61,35 +71,70 @@ def web(server: EmbeddedServer) -> Iterator[WebServer]:
     running.process.communicate()
 
 
-def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def events(response: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the id of each event, and the event."""
+    event_id = ""
     while line := response.readline():
-        if line.startswith(b"data: "):
-            yield json.loads(line[6:])
+        if line.startswith(b"id: "):
+            event_id = line[4:].decode().strip()
+        elif line.startswith(b"data: "):
+            yield event_id, json.loads(line[6:])
 
 
-def test_tokens_and_the_end_of_a_job_are_streamed(server: EmbeddedServer, web: WebServer) -> None:
-    engine = Engine(JobQueue(connect(server.url), "default"))
-    with web.post('{"prompt": "3 + 4 =", "max_tokens": 9}') as response:
+@pytest.fixture
+def engine(server: EmbeddedServer) -> Engine:
+    return Engine(JobQueue(connect(server.url), "default"))
+
+
+def test_the_page_is_served_and_bad_requests_are_answered(web: WebServer) -> None:
+    with web.request("GET", "/") as response:
+        assert b"EventSource" in response.read()
+    status, answer = web.submit('{"prompt": "3 + 4 =", "max_tokens": -1}')
+    assert (status, answer["error"].partition(":")[0]) == (400, "max_tokens")
+    with web.read("unknown") as response:
+        assert response.readline() == b"event: gone\n"
+
+
+def test_an_answer_is_streamed_and_a_page_that_comes_back_goes_on(engine: Engine, web: WebServer) -> None:
+    status, answer = web.submit('{"prompt": "3 + 4 =", "max_tokens": 9}')
+    assert status == 201
+    with web.read(answer["id"]) as response:
         assert response.getheader("content-type", "").startswith("text/event-stream")
         assert response.readline().startswith(b": ") and response.readline() == b"\n", "nothing to tell yet"
         job = engine.claim_one()
-        engine.show(job, 0, [5], " 7")
+        engine.show(job, 0, [5], "Hm", chat=ChatOutput(reasoning="Hm"))
+        place, event = next(events(response))
+        assert (event["text"], event["content"], event["reasoning"]) == ("Hm", None, "Hm")
+    engine.show(job, 1, [6], " 7")
+    with web.read(answer["id"], Last_Event_ID=place) as response:
         found = events(response)
-        assert next(found)["text"] == " 7"
+        assert next(found)[1]["content"] == " 7"
         engine.finish(job)
-        assert [event["state"] for event in found] == ["finished"]
-    with web.post('{"prompt": "3 + 4 =", "max_tokens": -1}') as response:
-        assert (response.status, json.loads(response.read())["error"].partition(":")[0]) == (400, "max_tokens")
+        assert [event["state"] for _, event in found] == ["finished"]
+
+
+def test_a_job_is_stopped_by_its_button(engine: Engine, web: WebServer) -> None:
+    _, answer = web.submit('{"prompt": "x"}')
+    with web.request("DELETE", f"/jobs/{answer['id']}") as response:
+        assert response.status == 204
+    with web.read(answer["id"]) as response:
+        assert [event["state"] for _, event in events(response)] == ["cancelled"]
 
 
 def test_the_jobs_of_browsers_that_go_and_of_a_server_that_ends_are_cancelled(
     server: EmbeddedServer, web: WebServer
 ) -> None:
-    with Client(server.url) as client, web.post('{"prompt": "x"}') as stays:
-        with web.post('{"prompt": "x"}') as gone:
-            assert b"no engine has ever served" in gone.readline()
-        wait_until(lambda: client.stats().cancelled == 1)
-        assert stays.readline()
-        web.process.send_signal(signal.SIGTERM)
-        web.process.communicate(timeout=LIMIT_S)
-        assert client.stats().cancelled == 2
+    with Client(server.url) as client:
+        _, stays = web.submit('{"prompt": "x"}')
+        _, goes = web.submit('{"prompt": "x"}')
+        _, never_read = web.submit('{"prompt": "x"}')
+        with web.read(stays["id"]) as reader:
+            with web.read(goes["id"]) as gone:
+                assert b"no engine has ever served" in gone.readline()
+            wait_until(lambda: client.stats().cancelled == 2)
+            assert reader.readline()
+            states = {client.get(job["id"]).state for job in (goes, never_read)}
+            assert (states, client.get(stays["id"]).state) == ({"cancelled"}, "queued")
+            web.process.send_signal(signal.SIGTERM)
+            web.process.communicate(timeout=LIMIT_S)
+        assert client.get(stays["id"]).state == "cancelled"
