@@ -170,8 +170,12 @@ def _shown(what: str, names: Iterable[str]) -> str:
 
 
 def _part_of(model: PreTrainedModel, part: ModelPart, target: str, stored: Tensor) -> Tensor:
-    """Return this rank's part of a stored tensor. Raises `ModelError` if the tensor does not have the model's shape."""
-    own, expected = part.slices.get(target), _declared(model, target).shape
+    """Return this rank's part of a stored tensor. Raises `ModelError` if it does not have the model's shape, or has integers
+    in the place of numbers."""
+    declared = _declared(model, target)
+    own, expected = part.slices.get(target), declared.shape
+    if declared.is_floating_point() and not stored.is_floating_point():
+        raise ModelError(f"{target} is stored as {stored.dtype}: use a checkpoint in 16 or 32 bits")
     if own is not None:
         expected = own.whole_shape(expected)
     if stored.shape != expected:

@@ -379,6 +379,14 @@ def test_quantized_weights_without_settings_are_refused(dtype: torch.dtype, llam
         load(llama)
 
 
+def test_integers_in_a_parameter_of_another_name_are_refused(tmp_path: Path) -> None:
+    make_model("qwen2", tmp_path)
+    name = "model.layers.1.self_attn.q_proj.bias"
+    edit_weights(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    with pytest.raises(ModelError, match=rf"{name} is stored as torch.int8: use a checkpoint in 16 or 32 bits"):
+        load(tmp_path)
+
+
 def test_a_shard_that_is_missing_without_an_index_is_found_by_its_tensors(llama: Path) -> None:
     edit_weights(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     (llama / WEIGHTS).rename(llama / "model-00001-of-00002.safetensors")
