@@ -50,6 +50,7 @@ def test_sigterm_while_redis_is_away_ends_in_time_and_says_so(tmp_path: Path) ->
         assert "another engine will recover their jobs" in engine.text()
 
 
+@pytest.mark.faults
 def test_a_job_on_which_the_loop_of_every_engine_fails_ends_as_crashed_and_takes_no_other_with_it(
     client: Client, redis_url: str, queue_name: str, tmp_path: Path
 ) -> None:
