@@ -171,17 +171,18 @@ class EventFollower:
         events: list[StreamEvent] = []
         for index, one in enumerate(trimmed):
             output, known = replies.Output(one), read.get(index, _Read())
+            parts = output.parts()
             self._num_tokens += len(output.token_ids)
             if len(output.token_ids) > known.num_tokens or len(trimmed) == 1:
                 event = StreamEvent(
                     id=self._last_id,  # a reader that stops in between lacks the rest
                     offset=known.num_tokens,
                     token_ids=output.token_ids[known.num_tokens :],
-                    text=output.text[known.num_chars :],
+                    text=output.text()[known.num_chars :],
                     index=index,
-                    content=output.content[known.num_content :] or None,
-                    reasoning=output.reasoning[known.num_reasoning :] or None,
-                    tool_calls=output.tool_calls[known.num_calls :],
+                    content=(parts.content or "")[known.num_content :] or None,
+                    reasoning=(parts.reasoning or "")[known.num_reasoning :] or None,
+                    tool_calls=parts.tool_calls[known.num_calls :],
                     is_restart=is_restart and not events,
                     logprobs=output.logprobs[known.num_tokens :] or None,
                 )

@@ -18,7 +18,6 @@ from millrace.results.messages import (
     TERMINAL_STATES,
     ChatOutput,
     JobError,
-    ToolCall,
     Usage,
 )
 from millrace.results.tokens import unpack_tokens
@@ -225,37 +224,32 @@ class Output:
     def __init__(self, trimmed: Sequence[bytes]) -> None:
         """`trimmed`: an array of the script `trimmed`."""
         text, tokens, logprobs, parts = trimmed
-        self.text = text.decode()
+        self._texts = [text.decode()]
+        self._parts = list(map(_decode_chat, parts.splitlines())) if parts else [ChatOutput(content=self._texts[0])]
+        self._is_split = bool(parts)
+        """Whether the engine has split any of the text into parts. Otherwise it is content."""
         self.token_ids = unpack_tokens(tokens)
         lines = logprobs.splitlines()[: len(self.token_ids)]
         self.logprobs = decode_tokens(join_tokens(lines)) if lines else []
-        self.content, self.reasoning, self.tool_calls = self.text, "", list[ToolCall]()
-        self._is_split = bool(parts)
-        """Whether the engine has split any of the text into parts. Otherwise it is content."""
-        if parts:
-            self.content = ""
-            for line in parts.splitlines():
-                self._add_parts(_decode_chat(line))
 
     def add(self, fields: Mapping[bytes, bytes]) -> None:
         """Append an event."""
         text = fields[b"text"].decode()
-        self.text += text
+        self._texts.append(text)
+        self._parts.append(_parts(fields, text))
+        self._is_split |= b"chat" in fields
         self.token_ids += _decode_token_ids(fields[b"tokens"])
         if b"logprobs" in fields:
             self.logprobs += decode_tokens(fields[b"logprobs"])
-        self._is_split |= b"chat" in fields
-        self._add_parts(_parts(fields, text))
+
+    def text(self) -> str:
+        return "".join(self._texts)
 
     def parts(self) -> ChatOutput:
-        """Return the joined parts."""
-        content = self.content or (None if self._is_split else "")
-        return ChatOutput(content=content, reasoning=self.reasoning or None, tool_calls=self.tool_calls)
-
-    def _add_parts(self, parts: ChatOutput) -> None:
-        self.content += parts.content or ""
-        self.reasoning += parts.reasoning or ""
-        self.tool_calls += parts.tool_calls
+        content = "".join(parts.content or "" for parts in self._parts) or (None if self._is_split else "")
+        reasoning = "".join(parts.reasoning or "" for parts in self._parts) or None
+        calls = [call for parts in self._parts for call in parts.tool_calls]
+        return ChatOutput(content=content, reasoning=reasoning, tool_calls=calls)
 
 
 def _parts(fields: Mapping[bytes, bytes], text: str) -> ChatOutput:
@@ -267,7 +261,7 @@ def _completion(index: int, output: Output, finish_reason: str | None) -> Comple
     parts = output.parts()
     return CompletionOutput(
         index=index,
-        text=output.text,
+        text=output.text(),
         token_ids=output.token_ids,
         finish_reason=finish_reason,
         content=parts.content,

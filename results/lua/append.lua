@@ -17,13 +17,14 @@ end
 
 -- Keeps the parts that are in trimmed events, a line of JSON each. An event without them is content, as is all that was trimmed
 -- before the first event with them.
-local function keep_parts(name, lines, has_parts)
-  local key = prefix .. 'chat:' .. name
+local function keep_parts(name, texts, chats)
+  local key, lines = prefix .. 'chat:' .. name, {}
   if redis.call('STRLEN', key) == 0 then
-    if not has_parts then return end
+    if not next(chats) then return end
     local text = redis.call('GET', prefix .. 'text:' .. name)
-    if text then table.insert(lines, 1, cjson.encode({content = text})) end
+    if text then lines[1] = cjson.encode({content = text}) end
   end
+  for i, text in ipairs(texts) do lines[#lines + 1] = chats[i] or cjson.encode({content = text}) end
   redis.call('APPEND', key, table.concat(lines, '\n') .. '\n')
 end
 
@@ -42,17 +43,16 @@ local function trim_stream(id)
     local fields = entry[2]
     local is_one_of_several = fields[9] == 'index'
     local suffix = is_one_of_several and ':' .. fields[10] or ''
-    local part = trimmed[suffix] or {texts = {}, lines = {}}
-    local chat = chat_in(fields, is_one_of_several and 13 or 9)
+    local part = trimmed[suffix] or {texts = {}, chats = {}}
     part.texts[#part.texts + 1], part.num_tokens = fields[8], fields[2] + fields[4]
-    part.lines[#part.lines + 1], part.has_parts = chat or cjson.encode({content = fields[8]}), part.has_parts or chat
+    part.chats[#part.texts] = chat_in(fields, is_one_of_several and 13 or 9)
     trimmed[suffix], last_id, num_tokens = part, entry[1], fields[is_one_of_several and 12 or 2] + fields[4]
   end
   redis.call('XTRIM', key, 'MAXLEN', num_kept)
   local job = prefix .. 'job:' .. id
   redis.call('HSET', job, 'trimmed', num_tokens, 'trimmed_id', last_id)
   for suffix, part in pairs(trimmed) do
-    keep_parts(id .. suffix, part.lines, part.has_parts)
+    keep_parts(id .. suffix, part.texts, part.chats)
     redis.call('APPEND', prefix .. 'text:' .. id .. suffix, table.concat(part.texts))
     if suffix ~= '' then redis.call('HSET', job, 'trimmed' .. suffix, part.num_tokens) end
   end

@@ -28,8 +28,8 @@ end
 
 -- Publishes an event once: an event that starts before the candidate's published tokens is known already. `published` is that
 -- field of the record, the tokens of all candidates in events. `logprobs` and `chat`, what the event adds to the parts of a chat,
--- are "" or nil without any. Returns the new value of `published`, nil when the event would leave a gap; then the fields of the record that the caller has to set, with their values,
--- nil where there are none.
+-- are "" or nil without any. Returns the new value of `published`, nil when the event would leave a gap; then the fields of the
+-- record that the caller has to set, with their values, nil where there are none.
 local function publish(id, published, suffix, offset, num_tokens, token_ids, text, logprobs, chat)
   published = whole_number(published, 0)
   local own = suffix == '' and published
