@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client, open_reconnecting_client
-from millrace.cli.output import end_of, print_job, print_json, print_outputs, print_table, print_text, remark
+from millrace.cli.output import OutputPrinter, end_of, print_job, print_json, print_outputs, print_table, remark
 from millrace.cli.values import counted
 from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
@@ -82,7 +82,7 @@ def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | N
 
     As text, candidate 0 is printed as it comes, and the others at the end.
     """
-    last = after
+    last, printer = after, OutputPrinter()
 
     def hint() -> tuple[str, str]:
         return f"job {job_id!r} continues", resume_with(args, "tail", job_id, *(("--after", last) if last else ()))
@@ -97,10 +97,10 @@ def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | N
             if event.is_restart:
                 remark(f"job {job_id!r} has lost events after {after}; its text follows from the beginning")
             if event.index == 0:
-                print_text(event.text)
+                printer.add(event)
     job = client.get(job_id)
     if not args.json:
-        print_text("\n" if job.text or job.state == "finished" else "")
+        printer.end(is_finished=job.state == "finished")
         print_outputs(job, first=1)
     return end_of(job)
 
@@ -207,7 +207,7 @@ def _row(job: Job) -> tuple[str, ...]:
     from millrace.results.errors import one_line
     from millrace.results.waiting import duration
 
-    parts = [one_line(" ".join(text.split()), 60) for text in (job.prompt, job.text)]
+    parts = [one_line(" ".join(text.split()), 60) for text in (job.prompt, job.content or job.text)]
     shown = " -> ".join(part for part in parts if part)
     if job.error:
         shown = "error: " + one_line(job.error.message.strip().partition("\n")[0])

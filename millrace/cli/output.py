@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError
 
 if TYPE_CHECKING:
-    from millrace.results.job import Job
+    from millrace.results.job import CompletionOutput, Job, StreamEvent
 
 
 CUT = "cut at the limit of tokens: max_tokens, or the context of the model"
@@ -71,20 +71,62 @@ def print_job(job: Job, **more: Any) -> None:
     print_json({**job.to_dict(), **more})
 
 
+class OutputPrinter:
+    """Prints the output of one candidate as it comes: content, and tool calls as lines of JSON, on stdout; reasoning on
+    stderr."""
+
+    def __init__(self) -> None:
+        self._is_in_reasoning = False
+        self._is_in_line = False
+        self._has_calls = False
+
+    def add(self, part: StreamEvent | CompletionOutput) -> None:
+        """Print what this part adds."""
+        if part.reasoning:
+            if not self._is_in_reasoning:
+                self._print_reasoning("--- reasoning\n")
+            self._is_in_reasoning = True
+            self._print_reasoning(part.reasoning)
+        if part.content:
+            self._end_reasoning("--- answer\n")
+            self._print(part.content)
+        for call in part.tool_calls:
+            self.end(is_finished=False)
+            print_json(call)
+            self._has_calls = True
+
+    def end(self, *, is_finished: bool) -> None:
+        """End the line. The empty content of a finished output is a line too."""
+        self._end_reasoning()
+        if self._is_in_line or (is_finished and not self._has_calls):
+            self._print("\n")
+        self._is_in_line = False
+
+    def _end_reasoning(self, heading: str = "") -> None:
+        if self._is_in_reasoning:
+            self._is_in_reasoning = False
+            self._print_reasoning("\n" + heading)
+
+    def _print(self, text: str) -> None:
+        self._is_in_line = True
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def _print_reasoning(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 def print_outputs(job: Job, first: int = 0) -> None:
-    """Print the texts of a job from candidate `first` on, each of several under a heading."""
+    """Print the outputs of a job from candidate `first` on, each of several under a heading."""
     for output in job.outputs[first:]:
         if not output.text and (job.state != "finished" or not job.has_result):
             continue
         if len(job.outputs) > 1:
-            print_text(f"--- candidate {output.index}\n")
-        print_text(output.text + "\n")
-
-
-def print_text(text: str) -> None:
-    """Print a part of a generated text, and flush."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+            print(f"--- candidate {output.index}", flush=True)
+        printer = OutputPrinter()
+        printer.add(output)
+        printer.end(is_finished=job.state == "finished")
 
 
 def remark(message: str) -> None:

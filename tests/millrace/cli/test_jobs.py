@@ -23,6 +23,7 @@ from millrace.results.queue import JobQueue
 from tests.millrace.cli.command import Command, environment, python, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import LIMIT_S, ROOT
+from tests.results.chats import show_chat
 from tests.results.engines import Engine
 
 
@@ -247,6 +248,28 @@ def test_a_text_that_begins_anew_says_so(millrace: Command, redis_client: redis.
     ran = millrace("tail", "a", "--after", place)
     assert ran.out == "012345678\n"
     assert f"job 'a' has lost events after {place}; its text follows from the beginning" in ran.err
+
+
+def test_reasoning_is_printed_apart_from_content_and_calls(
+    millrace: Command, redis_client: redis.Redis, queue_name: str
+) -> None:
+    engine = Engine(JobQueue(redis_client, queue_name))
+    millrace("submit", "--messages", '[{"role": "user", "content": "x"}]', "--id", "a", "--n", "2")
+    job = engine.claim_one()
+    show_chat(engine, job, range(3), 0)
+    assert millrace("get", "a").err == "--- reasoning\né0 é1 é2 \n"
+    show_chat(engine, job, range(3, 9), 0)
+    show_chat(engine, job, range(4, 6), 1, first=-4)
+    engine.finish(job)
+    (fields,) = millrace("get", "a", "--json").json_lines()
+    whole = ["--- candidate 0", "é5 é6 é8 ", "CALL", "--- candidate 1", "é5 "]
+    for verb, lines in (("get", whole), ("wait", whole), ("tail", ["é5 é6 ", "CALL", "é8 ", *whole[3:]])):
+        ran = millrace(verb, "a")
+        assert ran.err == "--- reasoning\né0 é1 é2 é3 \n--- answer\n"
+        shown = [line for line in ran.out.splitlines() if not line.startswith("a: finished")]
+        position = lines.index("CALL")
+        assert json.loads(shown[position]) == fields["tool_calls"][0]
+        assert [*shown[:position], "CALL", *shown[position + 1 :]] == lines
 
 
 def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> None:
