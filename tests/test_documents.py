@@ -24,6 +24,7 @@ from tests.processes import LIMIT_S, ROOT, LoggedProcess, checkout_environment, 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+SOURCE = re.compile(r"`([\w/]+/\w+\.(?:py|lua))`")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -50,6 +51,12 @@ def test_links_lead_to_files_and_headings_that_exist(document: Path) -> None:
         target = (document.parent / name).resolve() if name else document
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_source_files_that_are_named_exist(document: Path) -> None:
+    for name in SOURCE.findall(document.read_text()):
+        assert (ROOT / name).exists() or list(ROOT.glob(f"[!.]*/{name}")), name  # or shortened, without the package
 
 
 def commands() -> list[str]:
