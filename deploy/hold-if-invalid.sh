@@ -15,7 +15,8 @@ while kill -0 "$child" 2>/dev/null; do # a signal has ended the wait, and not th
   status=$?
 done
 [ "$status" -eq 2 ] || exit "$status"
-trap - TERM INT # from now on, to stop the container ends this shell; else a signal before the last line would be lost
-[ -z "$is_stopped" ] || exit "$status"
+sleep infinity &
+trap 'kill $!; exit "$status"' TERM INT # a signal without a handler does not end the first process of a container
+[ -z "$is_stopped" ] || kill -TERM $$
 echo "exit status 2: this container waits to be stopped; correct its command, then run \`docker compose up\` again" >&2
-exec sleep infinity
+wait

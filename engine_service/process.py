@@ -99,8 +99,10 @@ class _Process:
 
     def _start(self) -> Admission:
         """Load the tokenizer and open the connections while the workers start."""
-        for warning in self._connect().check_server():
+        queue = self._connect()
+        for warning in queue.check_server():
             logger.warning("redis: %s", warning)
+        logger.info("redis: %s", queue.server)
         self._endpoint = self._open_endpoint()
         with timed(logger, "tokenizer"):
             with unlisted_models():
@@ -246,7 +248,7 @@ class _Serving:
         is_all_written = self._writer.close(_FLUSH_S, build_timeout_s=_BUILD_S)
         if not is_all_written:
             logger.error("Redis did not take the last writes; another engine will recover their jobs")
-        self.leases.stop()
+        self.leases.stop(deregisters=is_all_written)  # else it would only wait for Redis again
         self._status_log.stop()
         return is_all_written
 

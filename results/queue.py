@@ -10,7 +10,7 @@ from typing import Any, Literal
 import redis
 
 from millrace.results import commands, engine_replies, replies
-from millrace.results.connection import BLOCK_LIMIT_S
+from millrace.results.connection import BLOCK_LIMIT_S, server_name
 from millrace.results.counts import QueueStats
 from millrace.results.errors import one_line
 from millrace.results.job import Job
@@ -48,6 +48,11 @@ class JobQueue:
         self.keys = QueueKeys(queue)
         self._client = client
         self._transport = Transport(client)
+
+    @property
+    def server(self) -> str:
+        """The URL of the server, without its password."""
+        return server_name(self._client)
 
     def submit(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Return the outcome of each job. A checked request is "invalid" only for a deadline before its run_at."""

@@ -15,6 +15,7 @@ from millrace.results.queue import JobQueue
 
 logger = logging.getLogger("millrace.results")
 
+THREAD_NAME = "results-writer"
 MAX_BATCH = 256
 MAX_BACKOFF_S = 2.0
 MAX_STALE_LEASES = 4096
@@ -53,11 +54,16 @@ class Writer:
         self._pending_bytes = 0
         self._stale_leases: dict[Lease, None] = {}
         self._is_closing = False
-        self._sender = threading.Thread(target=self._run, name="results-writer", daemon=True)
+        self._sender = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._builder = threading.Thread(target=self._run_builder, name="results-builder", daemon=True)
         self.threads = [self._sender, self._builder]
         for thread in self.threads:
             thread.start()
+
+    @property
+    def pending_bytes(self) -> int:
+        """About how many bytes the pending writes occupy."""
+        return self._pending_bytes
 
     @property
     def is_full(self) -> bool:

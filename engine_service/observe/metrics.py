@@ -50,6 +50,12 @@ class MetricsCollector(Collector):
         if self._service is not None:
             yield InfoMetricFamily("millrace_engine", "The engine and what it serves.", self._names)
             yield from _jobs(self._service.metrics())
+            yield _gauge(
+                "unwritten_bytes", "Results that wait to be written to Redis, about.", self._service.unwritten_bytes
+            )
+        if self._leases is not None:
+            outage = "For how long a thread of this engine has not been able to use Redis, 0 while all are."
+            yield _gauge("redis_outage_seconds", outage, self._leases.outage_s)
         if self._leases is not None and (stats := self._leases.queue_stats) is not None:
             yield from _queue(stats, self._names["queue"])
 
@@ -83,7 +89,8 @@ def _queue(stats: QueueStats, queue: str) -> Iterator[Family]:
 def _jobs(metrics: JobMetrics) -> Iterator[Family]:
     ended = CounterMetricFamily(
         "millrace_jobs",
-        "Jobs that left this engine: ended, given back to the queue (released), or lost to another engine.",
+        "Jobs that left this engine: ended, given back to the queue (released), or lost to another engine. "
+        "Counted before the result is in Redis.",
         labels=["outcome"],
     )
     for outcome, number in metrics.num_by_outcome.items():

@@ -33,8 +33,9 @@ from millrace.producer import InvalidRequest
 from millrace.producer.wire import parse_body
 from millrace.results.errors import one_line, shown
 from millrace.results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
-from millrace.results.outage import Outage
+from millrace.results.outage import RETRY_S, Outage
 from millrace.results.queue import JobQueue
+from millrace.results.writer import THREAD_NAME as RESULTS_WRITER
 
 logger = logging.getLogger("millrace.engine")
 
@@ -106,6 +107,11 @@ class Intake:
     # --- claim ---
 
     def _claim_once(self, queue: JobQueue) -> None:
+        if self._outage.is_seen_by(
+            RESULTS_WRITER
+        ):  # the results would only wait in memory; another engine may do better
+            self._stopping.wait(RETRY_S)
+            return
         budget = self._capacity.wait_for_budget(_BLOCK_S)
         if budget is None:
             return

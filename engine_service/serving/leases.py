@@ -103,11 +103,18 @@ class Leases:
         self._beat_now.set()
 
     def unhealthy_reason(self, now_s: float) -> str | None:
-        """Return in one line that other engines may take this engine's jobs, or None if they may not. Never blocks."""
-        silence_s = now_s - self._beat_at_s
-        if silence_s <= self._ttl_ms / 1000:
-            return None
-        return f"Redis has not taken a heartbeat for {silence_s:.1f} s, the limit is {self._ttl_ms / 1000:g} s"
+        """Return in one line that other engines may take this engine's jobs, or that a thread has not been able to use Redis
+        for as long; None while all is well. Never blocks."""
+        silence_s, limit_s = now_s - self._beat_at_s, self._ttl_ms / 1000
+        if silence_s > limit_s:
+            return f"Redis has not taken a heartbeat for {silence_s:.1f} s, the limit is {limit_s:g} s"
+        outage_s, reason = self._outage.longest()
+        return reason if outage_s > limit_s else None
+
+    @property
+    def outage_s(self) -> float:
+        """For how many seconds a thread of this engine has not been able to use Redis."""
+        return self._outage.longest()[0]
 
     def claim(
         self,

@@ -100,6 +100,11 @@ class Service:
         """Return the figures of the jobs. Never blocks."""
         return self._jobs.metrics()
 
+    @property
+    def unwritten_bytes(self) -> int:
+        """About how many bytes of results wait to be written to Redis. Never blocks."""
+        return self._writer.pending_bytes
+
     def drain(self) -> None:
         """Finish the running jobs and start no others; when called again, release the running jobs too.
 

@@ -8,11 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace import Client, __version__
@@ -174,6 +177,32 @@ def test_an_engine_whose_heartbeat_does_not_reach_redis_is_unhealthy(tmp_path: P
         wait_until(lambda: reason.fullmatch(fetch(engine, "/health")[1]), what=reason.pattern)
         server.start()
         wait_until(lambda: fetch(engine, "/health")[0] == 200)
+
+
+def test_an_engine_that_cannot_write_results_is_unhealthy_and_claims_no_more_jobs(tmp_path: Path) -> None:
+    with EmbeddedServer() as server, ExitStack() as stack:
+        admin = stack.enter_context(redis.Redis.from_url(server.url))
+        client = stack.enter_context(Client(server.url, "denied"))
+        admin.execute_command("ACL SETUSER", "engine", "on", ">pw", "~*", "+@all")
+        url = server.url.replace("unix://", "unix://engine:pw@", 1)
+        engine = stack.enter_context(EngineProcess(tmp_path / "log", url, "denied", *ANY_PORT, heartbeat_s=1.0))
+        engine.wait_until_serving()
+        admin.execute_command("ACL SETUSER", "engine", "-xadd")
+        first = client.submit(prompt="3 + 4 =", max_tokens=4)
+        reason = re.compile(r".*\(the thread 'results-writer' has not been able to use Redis for [\d.]+ s\)\n")
+        wait_until(lambda: reason.fullmatch(fetch(engine, "/health")[1]), what=reason.pattern)
+        values = figures(engine)
+        assert (values["millrace_healthy"], values["millrace_jobs_open"]) == (0, 0)
+        assert values["millrace_redis_outage_seconds"] > 1
+        assert values["millrace_unwritten_bytes"] > 0
+        others = [client.submit(prompt="3 + 4 =", max_tokens=4) for _ in range(20)]
+        time.sleep(1.0)
+        assert (client.get(first).state, {client.get(each).state for each in others}) == ("running", {"queued"})
+        admin.execute_command("ACL SETUSER", "engine", "+xadd")
+        assert {job.state for job in client.as_completed([first, *others], LIMIT_S)} == {"finished"}
+        wait_until(lambda: fetch(engine, "/health") == (200, "serving\n"))
+        values = figures(engine)
+        assert (values["millrace_redis_outage_seconds"], values["millrace_unwritten_bytes"]) == (0, 0)
 
 
 def test_it_answers_while_the_model_is_loaded(launch: StartEngine, client: Client) -> None:

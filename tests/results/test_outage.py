@@ -44,6 +44,33 @@ def test_an_outage_that_goes_on_for_another_reason_has_one_more_line(caplog: pyt
     assert caplog.messages[-1] == "the outage is over after 20.0 s"
 
 
+def test_an_outage_that_lasts_has_a_line_each_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    outage = Outage(lambda: clock[0])
+    for clock[0] in map(float, range(0, 200, 7)):
+        outage.note_failure(RedisUnavailable("refused"))
+    name = threading.current_thread().name
+    assert caplog.messages == [
+        f"outage{since}, seen by {name}: refused; trying again"
+        for since in ("", " for 63 s", " for 126 s", " for 189 s")
+    ]
+
+
+def test_the_thread_that_fails_for_longest_is_named_until_it_succeeds_or_ends() -> None:
+    clock = [0.0]
+    outage = Outage(lambda: clock[0])
+    stopping = threading.Event()
+    for clock[0], thread in ((0.0, "claim"), (1.0, "writer"), (5.0, "claim")):
+        call(thread, outage.note_failure, RedisUnavailable("refused"))
+    assert outage.longest() == (5.0, "refused (the thread 'claim' has not been able to use Redis for 5.0 s)")
+    assert outage.is_seen_by("writer")
+    stopping.set()
+    call("claim", outage.repeat, lambda: None, stopping)
+    assert outage.longest()[0] == 4.0
+    call("writer", outage.note_success)
+    assert (outage.longest(), outage.is_seen_by("writer")) == ((0.0, ""), False)
+
+
 def test_reasons_that_alternate_have_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
     clock = [0.0]
     outage = Outage(lambda: clock[0])
