@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from millrace.engine_service.build import build_executor
+from millrace.engine_service.chat.template import template_source
 from millrace.engine_service.config import EngineConfig, checked
 from millrace.engine_service.core.scheduler import SchedulerStats
 from millrace.engine_service.engine import Engine, EngineMetrics
@@ -36,7 +37,7 @@ from millrace.engine_service.prompts import as_params, as_prompts, as_request, n
 from millrace.engine_service.request_output import GenerationFailed, RequestOutput, Times, output_of
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
-from millrace.engine_service.vllm_arguments import dtype_name, translated
+from millrace.engine_service.vllm_arguments import dtype_name, names_as_given, translated
 from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
@@ -57,6 +58,8 @@ for arguments that are not named here, such as `lora_request` and `priority`."""
 
 _METHODS_OF_VLLM = frozenset(["beam_search", "classify", "collective_rpc", "embed", "encode", "reward", "score"])
 """Methods of vLLM's `LLM` for what Millrace does not do."""
+_INTERNALS_OF_VLLM = frozenset(["llm_engine", "model_config"])
+"""Attributes of vLLM's `LLM` that scripts read the context length from."""
 
 
 class LLM:
@@ -93,22 +96,27 @@ class LLM:
         run_ahead: bool | None = None,
         **vllm_arguments: Any,
     ) -> None:
-        """Load the model. The options are those of `millrace serve`; its --help describes them.
+        """Load the model. The options are those of `millrace serve`; its --help describes them. `chat_template` can also be
+        the template itself, as a text.
 
         `seed` seeds the requests that give no seed of their own. Other arguments of vLLM's `LLM` are taken where they change
         nothing, and otherwise refused. Raises `ConfigurationError` when an option or the model can't work.
         """
         given = {name: value for name, value in locals().items() if name in EngineConfig.__struct_fields__}
         given |= {"dtype": dtype_name(dtype), **translated(vllm_arguments)}
+        del given["chat_template"]  # read here: the option of the engine is the name of a file, and this may be a text
+        template = None if chat_template is None else template_source(chat_template)
         # None is the default, as with vLLM.
         given = {name: value for name, value in given.items() if value is not None or name == "model"}
         seed = 0 if seed is None else seed
         paths = {name: str(value) for name, value in given.items() if isinstance(value, Path)}
-        config = checked({**given, **paths}, EngineConfig)
+        with names_as_given(vllm_arguments):
+            config = checked({**given, **paths}, EngineConfig)
         if not isinstance(seed, int):
             raise ConfigurationError(f"seed: expected `int`, got `{type(seed).__name__}`")
         path = resolve_model(config.model, config.revision)
-        ranks = build_executor(config, path, is_service=False)
+        with names_as_given(vllm_arguments):
+            ranks = build_executor(config, path, is_service=False)
         self._engine = Engine(ranks, config.for_scheduler())
         self._seeds = random.Random(seed)
         self._request_numbers = itertools.count()
@@ -122,13 +130,15 @@ class LLM:
             ranks.begin_start()
             with timed(logger, "tokenizer"):
                 self._tokenizer = _load_tokenizer(config, path)
-            with timed(logger, "workers"):
+            with timed(logger, "workers"), names_as_given(vllm_arguments):
                 facts = self._engine.start()
-            self._admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
+            admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
+            self._admission = admission if template is None else admission.with_template(template)
         except BaseException:
             self._engine.shutdown()
             raise
         self._pid, self._lock = os.getpid(), threading.Lock()
+        self._user_thread: int | None = None
         self._shut_down = weakref.finalize(self, _shut_down, self._engine, self._admission, self._pid)
         self._shut_down.atexit = False  # a thread may still use it then; the workers end with this process anyway
 
@@ -137,6 +147,10 @@ class LLM:
 
     def __getattr__(self, name: str) -> NoReturn:
         rule = " of vLLM is not supported: Millrace generates text and chats" if name in _METHODS_OF_VLLM else ""
+        if name in _INTERNALS_OF_VLLM:
+            rule = (
+                " of vLLM does not exist; LLM.max_model_len is the context length, and LLM.metrics() has other figures"
+            )
         raise AttributeError(f"LLM.{name}{rule or ' does not exist'}", name=name, obj=self)
 
     def generate(
@@ -167,7 +181,7 @@ class LLM:
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -175,7 +189,7 @@ class LLM:
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or several. Each is a list of messages with `role` and `content`, which the
-        model's chat template makes a prompt of, or `chat_template`, a text in Jinja.
+        model's chat template makes a prompt of, or `chat_template`: a text in Jinja, or a file with one.
 
         The other arguments are those of a request. The outputs are raw: `LLM` parses no tool calls."""
         _refuse_unsupported(vllm_arguments, "chat")
@@ -186,9 +200,10 @@ class LLM:
         chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
         admission = self._admission
         if chat_template is not None:
-            if type(chat_template) is not str:
-                raise InvalidRequest("chat_template", f"must be a text in Jinja, got {shown(chat_template)}")
-            admission = admission.with_template(chat_template)
+            try:
+                admission = admission.with_template(template_source(chat_template))
+            except ConfigurationError as error:
+                raise InvalidRequest("chat_template", str(error).removeprefix("chat_template: ")) from error
 
         def chat_request(chat: Any) -> GenerationRequest:
             return GenerationRequest(
@@ -254,6 +269,12 @@ class LLM:
         some. `LLM(generation_config="vllm")`: always `SamplingParams()`."""
         return SamplingParams(**self._default_sampling)
 
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens that a prompt and its output have together: the argument of this name or the model's limit, or
+        less where the KV pool does not hold as many."""
+        return self._engine.facts.max_model_len
+
     def stats(self) -> SchedulerStats:
         """Return the scheduler's counts: sequences running and waiting, free blocks, preemptions so far."""
         return self._engine.scheduler.stats()
@@ -278,12 +299,16 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks of earlier prompts. The workers are not asked."""
-        self._engine.scheduler.pool.reset_cache()
+        with self._in_use():
+            self._engine.scheduler.pool.reset_cache()
 
     def shutdown(self) -> None:
         """Stop the workers and free their memory. Nothing can be generated afterwards. Also done when nobody has this object
-        any more; and the workers end with the program."""
-        self._shut_down()
+        any more; and the workers end with the program. Raises `EngineError` while another thread uses this object."""
+        is_owner = self._shut_down.alive and os.getpid() == self._pid
+        is_nested = self._user_thread == threading.get_ident()  # as in a signal handler, which must not be refused
+        with self._in_use() if is_owner and not is_nested else contextlib.nullcontext():
+            self._shut_down()
 
     def __enter__(self) -> LLM:
         return self
@@ -300,9 +325,15 @@ class LLM:
             raise EngineError("this LLM has been shut down; make another one")
         if not self._lock.acquire(blocking=False):
             raise EngineError("another thread uses this LLM; use it from one thread at a time")
+        self._user_thread = threading.get_ident()
         try:
             yield
+        except Exception as error:
+            if self._shut_down.alive:
+                raise
+            raise EngineError("this LLM has been shut down during the call; make another one") from error
         finally:
+            self._user_thread = None
             self._lock.release()
 
     def _run(
@@ -376,7 +407,7 @@ def _load_tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
     """Return the tokenizer of the options or of the model in `path`. None: neither has one."""
     given_path = config.tokenizer_path
     try:
-        return Tokenizer(given_path or path, config.chat_template)
+        return Tokenizer(given_path or path)
     except ConfigurationError as error:
         if given_path is not None or (path / "tokenizer.json").exists():
             raise

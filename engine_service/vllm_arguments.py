@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ _RENAMED = {
     "distributed_executor_backend": "executor",
 }
 """Arguments that have another name here."""
+_EXECUTORS = {"external_launcher": "external"}
+"""Values of `distributed_executor_backend` that have another name here."""
 _WITHOUT_EFFECT = frozenset(
     [
         "attention_config",
@@ -79,6 +82,8 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in _RENAMED:
+            if name == "distributed_executor_backend" and isinstance(value, str):
+                value = _EXECUTORS.get(value, value)
             if value is not None:
                 found[_RENAMED[name]] = value
         elif name in _WITHOUT_EFFECT:
@@ -89,6 +94,19 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 rule, what_to_do = f"must be {' or '.join(map(repr, _NEUTRAL[name]))}", "leave it out"
             raise ConfigurationError(f"{name}: {rule}, got {shown(value)}; {what_to_do}")
     return found
+
+
+@contextmanager
+def names_as_given(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Let a `ConfigurationError` of the block begin with vLLM's name of an option where `arguments` have that name."""
+    try:
+        yield
+    except ConfigurationError as error:
+        option, _, message = str(error).partition(": ")
+        given = next((name for name in arguments if _RENAMED.get(name) == option), None)
+        if given is None:
+            raise
+        raise ConfigurationError(f"{given}: {message}") from error
 
 
 class EngineArgs:

@@ -77,8 +77,8 @@ def integer(low: int, high: int) -> Check:
     return check
 
 
-def number(low: float, high: float, *, above_low: bool = False) -> Check:
-    """A finite number in [low, high], or with `above_low` in (low, high]."""
+def number(low: float, high: float, *, above_low: bool = False, remedies: Mapping[type, str] = {}) -> Check:
+    """A finite number in [low, high], or with `above_low` in (low, high]. `remedies`: what to do with objects of a type."""
     bounds = f"above {low:g}" if above_low else f"from {low:g}"
     rule = f"must be a number {bounds} up to {high:g}" if high < math.inf else f"must be a finite number {bounds}"
     most = min(high, sys.float_info.max)
@@ -86,7 +86,7 @@ def number(low: float, high: float, *, above_low: bool = False) -> Check:
     def check(value: Any) -> str | None:
         # Compare without a conversion: an integer may be too large for a float. NaN is within no bounds.
         fits = type(value) in (int, float) and (low < value if above_low else low <= value) and value <= most
-        return None if fits else f"{rule}, got {shown(value)}"
+        return None if fits else f"{rule}, got {shown(value)}{remedies.get(type(value), '')}"
 
     return check
 
@@ -203,13 +203,17 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def remedy(name: str, known: Iterable[str]) -> str:
-    """Return what to do with an unknown name: the most similar known one, or to leave it out."""
+    """Return what to do with an unknown name: use the known one of this meaning or the most similar one, or leave it out."""
     from difflib import get_close_matches
 
     if name == "chat_template":
         return "the operator of the engine chooses the template; leave it out"
     if name in _OPENAI_NAMES:
         return f"use {_OPENAI_NAMES[name]}"
+    known = tuple(known)
+    field, hint = _JOB_QUEUE_NAMES.get(name, ("", ""))
+    if field in known:
+        return f"use {field}, {hint}"
     similar = get_close_matches(name[:60], known, 1, 0.75)
     return f"did you mean {similar[0]}?" if similar else "leave it out"
 
@@ -222,6 +226,15 @@ _OPENAI_NAMES = {
     **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
 }
 """Names of OpenAI's API, which only `run-batch` takes, or of older versions of vLLM, and ours."""
+_JOB_QUEUE_NAMES = {
+    "eta": ("run_at", "in seconds since the epoch"),
+    "countdown": ("delay_s", "in seconds"),
+    **dict.fromkeys(
+        ("timeout", "time_limit", "soft_time_limit", "job_timeout", "expires"),
+        ("deadline_s", "in seconds from the submission"),
+    ),
+}
+"""Names of Celery and RQ, and ours with their units."""
 
 
 class NamesUnknown(msgspec.StructMeta):

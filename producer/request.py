@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,7 @@ from millrace.producer.checks import (
 )
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.sampling import SamplingParams
-from millrace.producer.structured import from_response_format
+from millrace.producer.structured import class_remedy, from_response_format
 from millrace.results.errors import shown
 from millrace.results.messages import DEFAULT_RETRIES
 
@@ -33,6 +34,8 @@ MAX_SECONDS = 1e10
 """The largest time and duration: as seconds since the epoch, the year 2286."""
 MAX_RETRIES = 100
 
+_OF_DURATIONS = {timedelta: "; use its .total_seconds()"}
+_OF_TIMES = {datetime: "; use its .timestamp()"}
 
 _DEFAULT_SAMPLING: Any = SamplingParams()
 
@@ -76,7 +79,7 @@ class GenerationRequest(
     """Whether the output continues the text of the last message; needs `add_generation_prompt` to be false."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, template_kwargs] = None
     """Variables for the chat template, such as {"enable_thinking": false}. At most 16 KiB as JSON."""
-    response_format: Annotated[dict[str, Any] | None, mapping] = None
+    response_format: Annotated[dict[str, Any] | None, _response_format] = None
     """The form of the output as OpenAI's API names it. It becomes `SamplingParams.structured_outputs`."""
     sampling: Annotated[SamplingParams, _sampling] = msgspec.field(default_factory=_default_sampling)
     """How tokens are sampled, and when the text ends."""
@@ -87,11 +90,11 @@ class GenerationRequest(
     stream: Annotated[bool, boolean] = False
     """Publish output while it is generated, also if nobody reads it."""
 
-    deadline_s: Annotated[float | None, number(0.0, MAX_SECONDS, above_low=True)] = None
+    deadline_s: Annotated[float | None, number(0.0, MAX_SECONDS, above_low=True, remedies=_OF_DURATIONS)] = None
     """Seconds from the submission until the job expires, also while it runs."""
-    delay_s: Annotated[float | None, number(0.0, MAX_SECONDS)] = None
+    delay_s: Annotated[float | None, number(0.0, MAX_SECONDS, remedies=_OF_DURATIONS)] = None
     """Seconds from the submission until the job may start."""
-    run_at: Annotated[float | None, number(0.0, MAX_SECONDS)] = None
+    run_at: Annotated[float | None, number(0.0, MAX_SECONDS, remedies=_OF_TIMES)] = None
     """When the job may start, in seconds since the epoch. A time in the past means now."""
     meta: Annotated[dict[str, Any] | None, small_object] = None
     """Your own data: kept with the job and returned in `Job.meta`. At most 16 KiB as JSON."""
@@ -170,6 +173,10 @@ class GenerationRequest(
 
 def _prompt_ids(value: Any) -> str | None:
     return token_ids(value) or (None if value else "must not be empty")
+
+
+def _response_format(value: Any) -> str | None:
+    return f"{wrong}{class_remedy(value)}" if (wrong := mapping(value)) else None
 
 
 def _sampling(value: Any) -> str | None:

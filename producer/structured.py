@@ -124,6 +124,11 @@ def from_response_format(value: Any) -> StructuredOutputs | None:
     raise InvalidRequest("response_format", f"{rule}, got {shown(value)}")
 
 
+def class_remedy(value: Any) -> str:
+    """Return what to do with a class where a schema is expected, such as a pydantic model; "" for another value."""
+    return "; use response_model= of submit, or the class's JSON schema" if isinstance(value, type) else ""
+
+
 def for_model(model: Any) -> StructuredOutputs:
     """Return the form of a pydantic model, or of another type that msgspec decodes. Raises InvalidRequest."""
     try:
@@ -149,8 +154,8 @@ def _normalized_text(form: Form, value: str) -> str:
 def _normalized(form: Form, value: Any) -> str:
     """Return a schema or structural tags as compact JSON. The keys keep their order, which is that of the output."""
     if form == "json":
-        is_schema = type(value) in (dict, bool)
-        _require(form, None if is_schema else f"must be a JSON schema, an object or a boolean, got {shown(value)}")
+        rule = "must be a JSON schema, an object or a boolean"
+        _require(form, None if type(value) in (dict, bool) else f"{rule}, got {shown(value)}{class_remedy(value)}")
     else:
         _require(form, _structural_tag(value))
     _require(form, json_value(value))

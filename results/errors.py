@@ -74,6 +74,24 @@ class JobNotFound(QueueError):
         self.job_id = job_id
 
 
+class JobFailed(MillraceError):
+    """Raised by `Job.raise_for_state` for a job that has failed, was cancelled, has expired, or has not ended yet."""
+
+    def __init__(self, job_id: str, state: str, kind: str | None = None, reason: str = "") -> None:
+        what = {
+            "failed": "has failed" + (f": {kind}: {reason}" if kind else ", and its error has expired"),
+            "cancelled": "was cancelled",
+            "expired": "has expired: its deadline passed before its end",
+        }
+        super().__init__(f"job {job_id!r} {what.get(state, f'is {state}; wait for its end')}")
+        self.job_id = job_id
+        self.state = state
+        self.kind = kind
+        """`JobError.kind` of a job that has failed. None in any other state, and after the result has expired."""
+        self.reason = reason
+        """`JobError.message` of a job that has failed."""
+
+
 class OutputNotParsed(MillraceError, ValueError):
     """Raised by `parsed` when an output was cut, or does not parse."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
-from millrace.results.errors import OutputNotParsed
+from millrace.results.errors import JobFailed, OutputNotParsed
 from millrace.results.logprobs import TokenLogprobs
 from millrace.results.messages import TERMINAL_STATES, JobError, ToolCall, Usage
 
@@ -140,7 +140,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: str
-    """delayed, queued or running, and at last finished, failed, cancelled or expired. None of these raises an error."""
+    """delayed, queued or running, and at last finished, failed, cancelled or expired. Reading a job raises no error
+    in any of them; `raise_for_state` does."""
     text: str
     """The text of candidate 0. The token ids are also those of candidate 0."""
     token_ids: list[int]
@@ -185,6 +186,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def is_done(self) -> bool:
         """Whether the state is terminal."""
         return self.state in TERMINAL_STATES
+
+    def raise_for_state(self) -> Self:
+        """Return the job itself if it is finished. Raises JobFailed if it has failed, was cancelled, has expired, or has not
+        ended yet."""
+        if self.state == "finished":
+            return self
+        kind, reason = (self.error.kind, self.error.message) if self.error else (None, "")
+        raise JobFailed(self.id, self.state, kind, reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the job as JSON objects, as `millrace get --json` prints it; `timings` has the durations too.

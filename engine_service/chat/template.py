@@ -14,6 +14,7 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from millrace.engine_service.errors import ConfigurationError, EngineError
+from millrace.results.errors import one_line, shown
 
 MAX_TEXT_CHARS = 4 * 1024 * 1024
 """Four times the largest request: a template that makes more of it does not end."""
@@ -88,17 +89,33 @@ def render(template: ChatTemplate, chat: Chat) -> str:
     return _cut_behind_last_message(text) if chat.continue_final_message else text
 
 
-def read_template(file: str) -> str:
-    """Return the chat template in a file. Raises `ConfigurationError` if it cannot be read or is not valid."""
+def template_source(given: Any) -> str:
+    """Return the source of a chat template that is given as a text, which has {{ or {%, or as a file. Raises
+    `ConfigurationError` if it is neither or not valid."""
+    if isinstance(given, str) and ("{{" in given or "{%" in given):
+        return _valid(given, "")
+    rule = "must be a text in Jinja, which has {{ or {%, or a file with one"
+    if not isinstance(given, str | Path):
+        raise ConfigurationError(f"chat_template: {rule}, got {shown(given)}")
+    return read_template(given, rule)
+
+
+def read_template(file: str | Path, rule: str = "must be a file with a Jinja template") -> str:
+    """Return the chat template in a file. Raises `ConfigurationError` if it cannot be read or is not valid. `rule`: what it
+    must be, for the error."""
     try:
         source = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:  # also for a NUL in the name, or the ~ of an unknown user
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"chat_template: {rule}, got {one_line(repr(str(file)), 120)}: {reason}") from error
+    return _valid(source, f"{file} ")
+
+
+def _valid(source: str, name: str) -> str:
+    try:
         compile_template(source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"chat_template: must be a file with a Jinja template, got {file!r}: {error}"
-        ) from error
     except jinja2.TemplateSyntaxError as error:
-        message = f"chat_template: {file} is not a valid Jinja template: line {error.lineno}: {error.message}"
+        message = f"chat_template: {name}is not a valid Jinja template: line {error.lineno}: {error.message}"
         raise ConfigurationError(f"{message}; correct it") from error
     return source
 

@@ -188,13 +188,25 @@ def test_a_method_of_vllm_that_is_missing_is_named(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"^LLM\.generat does not exist$"):
         llm.generat("x")
     assert not hasattr(llm, "score")
+    for name in ("llm_engine", "model_config"):
+        with pytest.raises(AttributeError, match=rf"^LLM\.{name} of vLLM does not exist; LLM\.max_model_len is the "):
+            getattr(llm, name)
+
+
+def test_the_context_length_is_that_of_the_pool_where_it_holds_less_than_the_model_allows(llm: LLM) -> None:
+    assert llm.max_model_len == 63 * 16
+    with pytest.raises(InvalidRequest, match=r"^prompt_token_ids: has 1008 tokens, and the context of 1008 must hold"):
+        llm.generate([[5] * llm.max_model_len], use_tqdm=False)
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64, max_model_len=100) as short:
+        assert short.max_model_len == 100
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
 def test_after_its_shutdown_it_starts_no_workers(executor: str) -> None:
     with LLM(TINY, device="cpu", executor=executor, num_blocks=64) as llm:
         pass
-    for call in (lambda: llm.generate("3 + 4 =", use_tqdm=False), llm.sleep, llm.wake_up):
+    calls = (lambda: llm.generate("3 + 4 =", use_tqdm=False), llm.sleep, llm.wake_up, llm.reset_prefix_cache)
+    for call in calls:
         with pytest.raises(EngineError, match=r"^this LLM has been shut down"):
             call()
     llm._engine.check_workers()  # the engine itself replaces none either
@@ -233,14 +245,16 @@ def test_a_second_thread_is_refused_and_disturbs_nothing(llm: LLM) -> None:
         """Is made while texts are generated."""
 
         def __init__(self, **_: Any) -> None:
-            thread = threading.Thread(target=self.generate)
+            thread = threading.Thread(target=self.call_all)
             thread.start()
             thread.join()
 
-        def generate(self) -> None:
-            with pytest.raises(EngineError) as caught:
-                llm.generate("20 + 22 =", use_tqdm=False)
-            refused.append(str(caught.value))
+        def call_all(self) -> None:
+            generate = partial(llm.generate, "20 + 22 =", use_tqdm=False)
+            for call in (generate, llm.sleep, llm.reset_prefix_cache, llm.shutdown):
+                with pytest.raises(EngineError) as caught:
+                    call()
+                refused.append(str(caught.value))
 
         def __enter__(self) -> Bar:
             return self
@@ -252,8 +266,27 @@ def test_a_second_thread_is_refused_and_disturbs_nothing(llm: LLM) -> None:
             pass
 
     (output,) = llm.generate("3 + 4 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=Bar)
-    assert refused == ["another thread uses this LLM; use it from one thread at a time"]
+    assert refused == ["another thread uses this LLM; use it from one thread at a time"] * 4
     assert output.outputs[0].text == " 7"
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_a_signal_handler_can_shut_it_down_during_a_call_which_then_says_so(executor: str) -> None:
+    before = set(children_of(os.getpid()))
+    llm = LLM(TINY, device="cpu", executor=executor, num_blocks=64)
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """Calls it like a handler: while texts are generated, in the same thread."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            llm.shutdown()
+
+    with pytest.raises(EngineError, match=r"^this LLM has been shut down during the call; make another one$"):
+        llm.generate("3 + 4 =", use_tqdm=Bar)
+    wait_until(lambda: set(children_of(os.getpid())) <= before, what="the end of the worker")
+    with pytest.raises(EngineError, match=r"^this LLM has been shut down; make another one$"):
+        llm.generate("3 + 4 =", use_tqdm=False)
 
 
 @pytest.mark.parametrize("dtype", ["float", torch.float32])
@@ -394,12 +427,22 @@ def test_more_candidates_than_the_pool_holds_at_once_run_one_after_the_other() -
         ("enable_lora", True),
         ("speculative_config", {"method": "ngram"}),
         ("swap_space", "4"),
+        ("num_gpu_blocks_override", 1),
+        ("distributed_executor_backend", "gloo"),
         ("max_tokens", 3),
     ],
 )
 def test_an_argument_of_vllm_that_millrace_cannot_do_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"^(swap_space_gib|" + name + r"): .* got "):
+    with pytest.raises(ConfigurationError, match=f"^{name}: .* got "):
         LLM(TINY, **{name: value})
+
+
+def test_vllms_name_for_torchrun_is_answered_with_what_to_run_instead() -> None:
+    hint = "external is for `millrace serve` under torchrun "
+    with pytest.raises(ConfigurationError, match=f"^distributed_executor_backend: {hint}"):
+        LLM(TINY, device="cpu", distributed_executor_backend="external_launcher")
+    with pytest.raises(ConfigurationError, match=f"^executor: {hint}"):
+        LLM(TINY, device="cpu", executor="external")
 
 
 def test_an_unknown_argument_is_answered_with_the_similar_one() -> None:
@@ -504,8 +547,39 @@ def test_a_chat_is_continued_and_has_a_template_and_variables_of_its_own(llm: LL
         llm.chat(chat, params, chat_template="{{ raise_exception('no') }}", use_tqdm=False)
     with pytest.raises(InvalidRequest, match=r"^chat_template: is not a valid Jinja template: "):
         llm.chat(chat, params, chat_template="{% for", use_tqdm=False)
-    with pytest.raises(InvalidRequest, match=r"^chat_template: must be a text in Jinja, got 1"):
-        llm.chat(chat, params, chat_template=1)  # type: ignore[arg-type]
+
+
+def test_a_chat_template_is_a_text_or_a_file_in_both_places(llm: LLM, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "3 + 4 ="}]
+    params = SamplingParams(max_tokens=1)
+    source = "{%- for message in messages %}\n>> {{ message.content }}\n{%- endfor %}"
+    file = tmp_path / "one.jinja"
+    file.write_text(source)
+    for template in (source, str(file), file):
+        (of_call,) = llm.chat(chat, params, chat_template=template, use_tqdm=False)
+        with LLM(TINY, device="cpu", executor="uni", num_blocks=64, chat_template=template) as other:
+            (of_llm,) = other.chat(chat, params, use_tqdm=False)
+        assert of_call.prompt == of_llm.prompt == ">> 3 + 4 ="
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (1, r"must be a text in Jinja, which has {{ or {%, or a file with one, got 1$"),
+        ("/nowhere/x.jinja", r"must be .* got '/nowhere/x\.jinja': No such file or directory$"),
+        (Path("/nowhere"), r"must be .* got '/nowhere': No such file or directory$"),
+        ("a text " * 1000, r"must be .* got 'a text .*\.\.\..*a text ': File name too long$"),
+        ("a\0b", r"must be .* got 'a\\x00b': embedded null byte$"),
+        ("{% for" + " " * 5000, r"is not a valid Jinja template: line 1: .*; correct it$"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_chat_template_that_is_neither_is_refused_with_one_short_error(llm: LLM, template: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^chat_template: {message}") as of_llm:
+        LLM(TINY, chat_template=template)
+    with pytest.raises(InvalidRequest, match=f"^chat_template: {message}") as of_call:
+        llm.chat([{"role": "user", "content": "x"}], chat_template=template)
+    assert len(str(of_llm.value)) == len(str(of_call.value)) < 250
 
 
 def test_the_outputs_of_all_calls_have_ids_of_their_own(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from types import GeneratorType, NoneType
 from typing import Any, cast
@@ -282,3 +283,38 @@ def test_a_mistyped_name_is_answered_with_the_one_that_was_meant() -> None:
         Client("redis://127.0.0.1:1").submit("x", **cast(SubmitOptions, {"max_new_tokens": 1}))
     with pytest.raises(InvalidRequest, match=r"^colour: is not a field of a request; leave it out$"):
         parse_body(b'{"prompt":"x","colour":4}')
+
+
+@pytest.mark.parametrize(
+    ("name", "todo"),
+    [
+        ("eta", "use run_at, in seconds since the epoch"),
+        ("countdown", "use delay_s, in seconds"),
+        *[
+            (name, "use deadline_s, in seconds from the submission")
+            for name in ("timeout", "time_limit", "soft_time_limit", "job_timeout", "expires")
+        ],
+    ],
+)
+def test_a_name_of_another_job_queue_is_answered_with_ours(name: str, todo: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{name}: is not an argument of submit; {todo}$"):
+        Client("redis://127.0.0.1:1").submit("x", **cast(SubmitOptions, {name: 60}))
+    wrong: dict[str, Any] = {name: 60}
+    with pytest.raises(InvalidRequest, match=rf"^{name}: is not an argument of GenerationRequest; {todo}$"):
+        GenerationRequest(prompt="x", **wrong)
+    with pytest.raises(InvalidRequest, match=rf"^{name}: is not a field of a request; {todo}$"):
+        parse_body(b'{"prompt":"x","%s":60}' % name.encode())
+    with pytest.raises(InvalidRequest, match=rf"^{name}: is not an argument of SamplingParams; (?!use)"):
+        SamplingParams(**wrong)
+
+
+def test_dates_and_durations_of_python_are_answered_with_their_seconds() -> None:
+    for name in ("deadline_s", "delay_s"):
+        wrong: dict[str, Any] = {name: timedelta(seconds=5)}
+        with pytest.raises(InvalidRequest, match=rf"^{name}: must be .*, got .*; use its \.total_seconds\(\)$"):
+            GenerationRequest(prompt="x", **wrong)
+        wrong = {name: datetime.now(UTC)}  # its timestamp would be a wrong duration
+        with pytest.raises(InvalidRequest, match=rf"^{name}: must be .*, got datetime[^;]*$"):
+            GenerationRequest(prompt="x", **wrong)
+    with pytest.raises(InvalidRequest, match=r"^run_at: must be .*, got .*; use its \.timestamp\(\)$"):
+        GenerationRequest(prompt="x", run_at=datetime.now(UTC))  # type: ignore[arg-type]

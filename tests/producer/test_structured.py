@@ -226,6 +226,19 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
         build_request("x", {"response_model": model})
 
 
+def test_a_model_where_a_schema_is_expected_is_answered_with_response_model() -> None:
+    todo = "; use response_model= of submit, or the class's JSON schema$"
+    with pytest.raises(InvalidRequest, match=f"^response_format: must be an object, got <class .*Answer'>{todo}"):
+        build_request("x", {"response_format": Answer})  # type: ignore[typeddict-item]
+    by_name = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer}}
+    with pytest.raises(InvalidRequest, match=f"^response_format: json must be .*, got <class .*Answer'>{todo}"):
+        build_request("x", {"response_format": by_name})
+    with pytest.raises(InvalidRequest, match=f"^structured_outputs: json must be .*, got <class .*Answer'>{todo}"):
+        build_request("x", {"structured_outputs": {"json": Answer}})
+    with pytest.raises(InvalidRequest, match=r"^response_format: must be an object, got 5$"):
+        build_request("x", {"response_format": 5})  # type: ignore[typeddict-item]
+
+
 def test_a_model_beside_another_form_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"^response_model: cannot be combined with structured_outputs"):
         build_request("x", {"response_model": Answer, "structured_outputs": {"json": {}}})

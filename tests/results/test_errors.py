@@ -14,6 +14,7 @@ from millrace.results.errors import MillraceError
 
 ERRORS = [
     errors.JobNotFound("a", "q"),
+    errors.JobFailed("a", "failed", "crashed", "three engines have died"),
     errors.OutputNotParsed("length"),
     errors.ResultExpired("a", "q"),
     errors.JobConflict(["a", "b"]),
