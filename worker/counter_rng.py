@@ -38,7 +38,8 @@ def exponential_variates(row_keys: Tensor, vocab_size: int) -> Tensor:
 
 def candidate_stream(seed: int, candidate: int) -> Tensor:
     """Return `output(seed, candidate)` as an int64. The seed is an unsigned 64-bit number."""
-    return next_keys(torch.tensor(to_int64(seed)), torch.tensor(candidate))
+    state, counter = torch.tensor([to_int64(seed), candidate], dtype=torch.int64, device="cpu").unbind()
+    return next_keys(state, counter)
 
 
 def next_keys(states: Tensor, counters: Tensor) -> Tensor:

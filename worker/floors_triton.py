@@ -43,7 +43,7 @@ def raise_floors(
     smallest, counts = empty_parts(num_rows, num_parts, settings.device)
     tallies = counts, torch.empty_like(smallest, dtype=torch.float64), smallest
     _tally_parts[num_rows, num_parts](*given, *tallies, **shape)
-    kept = torch.empty(num_rows, KEPT, device=settings.device)
+    kept = torch.empty(num_rows, KEPT, dtype=torch.float32, device=settings.device)
     _raise_floors[(num_rows,)](
         *(*given, *tallies, block_peaks, blocks, num_blocks, kept),
         AT_ONCE=AT_ONCE,

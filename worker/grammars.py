@@ -182,7 +182,9 @@ class Grammars:
                 state.consume(token_id)
         matchers = [(matcher, row) for row, state in enumerate(states) if (matcher := state.matcher()) is not None]
         num_bytes = -(-self._tokenizer.vocab_size // 32) * 4
-        masks = torch.zeros(len(states), num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+        masks = torch.zeros(
+            len(states), num_bytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_initialized()
+        )
         while matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), masks.shape[1], len(masks))
             failed = [

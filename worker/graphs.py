@@ -128,9 +128,9 @@ class StepGraphs:
         """Draw from logits in float32, which processors make of them. Else all rows would wait while the first of these
         steps compiles its kernels."""
         greedy = greedy_rows(1)
-        drawn = replace(greedy, temperatures=torch.ones(1))
+        drawn = replace(greedy, temperatures=torch.ones(1, dtype=torch.float32, device="cpu"))
         try:
-            logits = torch.zeros(1, self._decoder.vocab_size, device=self._sequences.device)
+            logits = torch.zeros(1, self._decoder.vocab_size, dtype=torch.float32, device=self._sequences.device)
             for rows in (greedy, drawn, replace(drawn, top_k=torch.ones_like(drawn.top_k))):
                 sampling_triton.sample(logits, rows)
         except Exception as error:  # a step that needs them reports it

@@ -35,7 +35,7 @@ class HostTier:
         self._parts = parts
         first = self._parts[0]
         num_elements = sum(part[0].numel() for part in self._parts)
-        self._blocks = torch.empty(num_blocks, num_elements, dtype=first.dtype)  # [H, E]
+        self._blocks = torch.empty(num_blocks, num_elements, dtype=first.dtype, device="cpu")  # [H, E]
         if first.is_cuda:
             _pin(self, self._blocks)
         num_buffered = min(_MAX_BUFFER_BLOCKS, max(1, _BUFFER_BYTES // (num_elements * first.itemsize)))
@@ -100,7 +100,7 @@ class HostTier:
             yield part, self._buffer[:num_blocks, start:end].unflatten(1, part.shape[1:])
 
     def _indices(self, blocks: Iterable[int]) -> Tensor:
-        (indices,) = to_device(self._buffer.device, [torch.tensor(list(blocks))])
+        (indices,) = to_device(self._buffer.device, [torch.tensor(list(blocks), dtype=torch.int64, device="cpu")])
         return indices
 
     def _synchronize(self) -> None:

@@ -128,7 +128,7 @@ class DecodeRows:
 
     def retain(self, indices: list[int]) -> None:
         """Keep these rows."""
-        kept = torch.tensor(indices, dtype=torch.int64)
+        kept = torch.tensor(indices, dtype=torch.int64, device="cpu")
         self.seq_ids = [self.seq_ids[index] for index in indices]
         self.slots, self.positions = self.slots[kept], self.positions[kept]
 
@@ -137,8 +137,8 @@ class DecodeRows:
         self.positions = self.positions + 1
         if seq_ids:
             self.seq_ids = self.seq_ids + seq_ids
-            self.slots = torch.cat([self.slots, torch.tensor(slots)])
-            self.positions = torch.cat([self.positions, torch.tensor(positions)])
+            self.slots = torch.cat([self.slots, torch.tensor(slots, dtype=torch.int64, device="cpu")])
+            self.positions = torch.cat([self.positions, torch.tensor(positions, dtype=torch.int64, device="cpu")])
 
 
 @dataclass
@@ -164,7 +164,8 @@ class ListedRows:
 
 
 def _no_rows() -> DecodeRows:
-    return DecodeRows([], torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    return DecodeRows([], none, none)
 
 
 class InputBatch:
@@ -191,10 +192,10 @@ class InputBatch:
         """By micro-batch."""
         self._free_slots = list(range(max_num_seqs))
         self._tables = torch.zeros(
-            max_num_seqs, num_blocks_for(max_model_len, block_size) * num_groups, dtype=torch.int32
+            max_num_seqs, num_blocks_for(max_model_len, block_size) * num_groups, dtype=torch.int32, device="cpu"
         )
         """[S, P * G], see `KVLayout`. Blocks that the engine has taken back are still there."""
-        self._prompt_lens = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._prompt_lens = torch.zeros(max_num_seqs, dtype=torch.int64, device="cpu")
         self._samples = samples
         self._sampling = SamplingTable(max_num_seqs, device, grammars)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -301,13 +302,14 @@ class InputBatch:
             if self._samples:
                 self._sampling.add(slot, each)
         if new:
-            slots = torch.tensor([self._sequences[each.seq_id].slot for each in new])
+            slots = torch.tensor([self._sequences[each.seq_id].slot for each in new], dtype=torch.int64, device="cpu")
             self.last_tokens.index_fill_(0, to_device(self.device, [slots])[0], 0)
 
     def _append_blocks(self, sequence: SequenceState, block_ids: list[int]) -> None:
         if block_ids:
             end = sequence.num_blocks + len(block_ids)
-            self._tables[sequence.slot, sequence.num_blocks : end] = torch.tensor(block_ids, dtype=torch.int32)
+            added = torch.tensor(block_ids, dtype=torch.int32, device="cpu")
+            self._tables[sequence.slot, sequence.num_blocks : end] = added
             sequence.num_blocks = end
 
     def _take_slot(self) -> int:
@@ -343,16 +345,18 @@ class InputBatch:
             "positions": positions.unsqueeze(0),
             "token_blocks": blocks,
             "block_tables": tables[:, :width].index_select(0, row_slots).movedim(2, 0).contiguous(),
-            "sample_indices": _extended(torch.arange(count), logit_offsets),
+            "sample_indices": _extended(torch.arange(count, device="cpu"), logit_offsets),
             "sampled_slots": sampled_slots,
         }
         if listed.token_ids:
-            on_host["known_ids"] = torch.tensor([NO_TOKEN] * count + listed.token_ids)
+            on_host["known_ids"] = torch.tensor([NO_TOKEN] * count + listed.token_ids, dtype=torch.int64, device="cpu")
         if sampling.logprobs:
-            on_host["scored_rows"] = torch.tensor([row for row, _ in sampling.logprobs])
+            scored_rows = [row for row, _ in sampling.logprobs]
+            on_host["scored_rows"] = torch.tensor(scored_rows, dtype=torch.int64, device="cpu")
         if listed.scored_parts:
-            on_host["prompt_rows"] = torch.arange(len(sampled_slots), len(sampled_slots) + len(listed.scored_ids))
-            on_host["prompt_ids"] = torch.tensor(listed.scored_ids)
+            first, num_scored = len(sampled_slots), len(listed.scored_ids)
+            on_host["prompt_rows"] = torch.arange(first, first + num_scored, device="cpu")
+            on_host["prompt_ids"] = torch.tensor(listed.scored_ids, dtype=torch.int64, device="cpu")
         batch = HostBatch(
             on_host,
             query_starts=list(range(count)) + [count + offset for offset in listed.offsets],
@@ -400,4 +404,4 @@ class InputBatch:
 
 
 def _extended(tensor: Tensor, values: list[int]) -> Tensor:
-    return torch.cat([tensor, torch.tensor(values, dtype=tensor.dtype)]) if values else tensor
+    return torch.cat([tensor, torch.tensor(values, dtype=tensor.dtype, device="cpu")]) if values else tensor

@@ -133,7 +133,8 @@ class KVPool:
         """Copy (source, destination) blocks in every layer."""
         if not pairs:
             return
-        sources, destinations = to_device(self._pairs[0][0].device, torch.tensor(pairs).unbind(1))
+        on_host = torch.tensor(pairs, dtype=torch.int64, device="cpu").unbind(1)
+        sources, destinations = to_device(self._pairs[0][0].device, on_host)
         for pair in self._pairs:
             for tensor in pair:
                 tensor.index_copy_(0, destinations, tensor.index_select(0, sources))

@@ -17,7 +17,7 @@ INF = tl.constexpr(float("inf"))
 
 def empty_parts(num_rows: int, num_parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return space for a number and a token id of each part [M, C]."""
-    values = torch.empty(num_rows, num_parts, device=device)
+    values = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
     return values, torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
 
 

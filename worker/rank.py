@@ -117,7 +117,8 @@ class Rank:
                 f"a KV pool of {num_device_blocks} blocks holds nothing, since block 0 is not used: give it at least 2"
             )
         if self._peers is not None and self._topology.tp_size > 1:
-            choices = torch.tensor([[self._model.decoder is not None, self._model.uses_graphs]]).long()
+            chosen = [self._model.decoder is not None, self._model.uses_graphs]
+            choices = torch.tensor([chosen], dtype=torch.int64, device="cpu")
             is_fused, uses_graphs = torch.cat(self._peers.all_gather(choices)).unbind(1)
             if len(is_fused.unique()) > 1:  # they exchange tensors of other sizes then
                 raise ConfigError("only some ranks have accepted the fused forward pass: set attention to reference")
@@ -166,7 +167,7 @@ class Rank:
         return self.runner
 
     def check_health(self) -> None:
-        torch.ones(1, device=self._device).add_(1).item()
+        torch.ones(1, dtype=torch.float32, device=self._device).add_(1).item()
 
     def sleep(self, level: int) -> None:
         """Drop the KV pool with its host tier and all sequences, and take the weights off the device.

@@ -54,7 +54,7 @@ def sample_with_triton(logits: Tensor, rows: SamplingRows) -> Tensor:
     masked = processors.grammar_rows if processors is not None else None
     if processors is None or masked is None:
         return draw(logits, rows)
-    is_free = torch.ones(rows.num_rows, dtype=torch.bool)
+    is_free = torch.ones(rows.num_rows, dtype=torch.bool, device="cpu")
     is_free[masked.row_indices] = False
     if not is_free.any():
         processors.apply_masks(logits)
@@ -111,8 +111,8 @@ def _top_k_floors(scaled: Tensor, top_k: list[int], floors: Tensor) -> Tensor:
     limited = [index for index, k in enumerate(top_k) if 0 < k < vocab_size]
     if not limited:
         return floors
-    where = torch.tensor(limited, device=scaled.device)
-    ranks = torch.tensor([[top_k[index] - 1] for index in limited], device=scaled.device)
+    where = torch.tensor(limited, dtype=torch.int64, device=scaled.device)
+    ranks = torch.tensor([[top_k[index] - 1] for index in limited], dtype=torch.int64, device=scaled.device)
     largest = scaled[where].topk(max(top_k[index] for index in limited)).values
     return floors.index_put((where,), torch.maximum(floors[where], largest.gather(1, ranks)))
 
@@ -122,7 +122,7 @@ def _top_p_floors(scaled: Tensor, top_p: list[float], floors: Tensor) -> Tensor:
     probability above the floor. Sums are in float64, so the order of summation, which depends on the batch, has no
     effect."""
     limited = [index for index, p in enumerate(top_p) if p < 1.0]
-    where = torch.tensor(limited, device=scaled.device)
+    where = torch.tensor(limited, dtype=torch.int64, device=scaled.device)
     scaled, floor = scaled[where], floors[where]
     weights = scaled.exp().masked_fill_(scaled < floor, 0.0)
     target = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)

@@ -76,7 +76,7 @@ class SamplingTable:
     """Owns the settings of the running sequences by slot, on the host, and their logits processors."""
 
     def __init__(self, num_slots: int, device: torch.device, grammars: Grammars | None = None) -> None:
-        self._rows = greedy_rows(num_slots).select(torch.arange(num_slots))  # a copy
+        self._rows = greedy_rows(num_slots).select(torch.arange(num_slots, device="cpu"))  # a copy
         self._processors = LogitsProcessors(device, grammars)
         self._drawn: set[int] = set()
         """The slots with a temperature."""
@@ -105,7 +105,7 @@ class SamplingTable:
     def grow(self) -> None:
         """Double the number of slots."""
         num_slots = self._rows.num_rows
-        self._rows = self._rows.select(torch.arange(2 * num_slots) % num_slots)
+        self._rows = self._rows.select(torch.arange(2 * num_slots, device="cpu") % num_slots)
 
     def rows(self, slots: Tensor, output_positions: Tensor) -> SamplingRows:
         """Return the settings of rows whose sequences have these slots [M]."""
@@ -123,11 +123,11 @@ class SamplingTable:
 def greedy_rows(num_rows: int) -> SamplingRows:
     """Return the settings of rows that are all greedy: most steps of a service without random sampling."""
     return SamplingRows(
-        temperatures=torch.zeros(num_rows),
-        top_k=torch.zeros(num_rows, dtype=torch.int64),
-        top_p=torch.ones(num_rows, dtype=torch.float64),
-        floors=torch.full((num_rows,), -math.inf),
-        streams=torch.zeros(num_rows, dtype=torch.int64),
-        output_positions=torch.zeros(num_rows, dtype=torch.int64),  # of no use here
+        temperatures=torch.zeros(num_rows, dtype=torch.float32, device="cpu"),
+        top_k=torch.zeros(num_rows, dtype=torch.int64, device="cpu"),
+        top_p=torch.ones(num_rows, dtype=torch.float64, device="cpu"),
+        floors=torch.full((num_rows,), -math.inf, dtype=torch.float32, device="cpu"),
+        streams=torch.zeros(num_rows, dtype=torch.int64, device="cpu"),
+        output_positions=torch.zeros(num_rows, dtype=torch.int64, device="cpu"),  # of no use here
         processors=None,
     )

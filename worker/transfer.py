@@ -112,7 +112,7 @@ class CopyStream:
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return uninitialized pinned memory of the host."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def reserve_pinned() -> None:
@@ -124,7 +124,7 @@ def reserve_pinned() -> None:
 
 def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return uninitialized memory of the host, for a copy to the device."""
-    return torch.empty(shape, dtype=dtype) if device.type == "cpu" else pinned(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu") if device.type == "cpu" else pinned(shape, dtype)
 
 
 def _starts(tensors: Collection[Tensor]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import time
 from collections import deque
@@ -37,6 +38,11 @@ class UniprocExecutor(Executor):
         super().__init__(config, **options)
         if self.world_size != 1:
             raise ValueError(f"executor: uni runs one rank, but {self.world_size} are configured; use mp")
+        if _inherits_torch:  # a fork copies no threads, and OpenMP waits for the parent's forever
+            raise ValueError(
+                "executor: uni cannot run in this process, which was forked from one that had loaded torch; use mp, or "
+                "multiprocessing's start method spawn"
+            )
         self._worker: Worker | None = None
         self._steps: deque[_LaunchedStep] = deque()
         """Those whose results are not collected, the oldest first."""
@@ -244,6 +250,18 @@ class _LaunchedStep:
     def _collect(self) -> None:
         self._collected = self._launch if self._launch.error is not None else _FinishedCall(self._worker.collect)
         self._on_done(self._collected)
+
+
+_inherits_torch = False
+"""Whether this process was forked with torch in it."""
+
+
+def _note_fork() -> None:
+    global _inherits_torch
+    _inherits_torch = "torch" in sys.modules
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _release(error: BaseException, failure: Failure, handled: BaseException | None) -> None:

@@ -29,8 +29,8 @@ class StepRows:
         assert self.longest <= batch.block_tables.shape[2] * batch.block_size, (
             f"no block for position {self.longest - 1}"
         )
-        query_starts = torch.tensor(batch.query_starts, dtype=torch.int32)
-        kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
+        query_starts = torch.tensor(batch.query_starts, dtype=torch.int32, device="cpu")
+        kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device="cpu")
         block_tables = batch.block_tables.to(torch.int32).contiguous()
         self._block_size = batch.block_size
         self._tensors = [query_starts, kv_lens, block_tables]  # they have to outlive the calls
@@ -50,7 +50,7 @@ class StepRows:
     def address(self, kernels: Kernels, group: int) -> int:
         """Return the address of the rows with the tables of a group of layers. The first call sorts them."""
         if not self._addresses[group]:
-            order, common = torch.empty(2, self._rows[group].num_rows, dtype=torch.int32).unbind()
+            order, common = torch.empty(2, self._rows[group].num_rows, dtype=torch.int32, device="cpu").unbind()
             self._tensors += [order, common]
             kernels.order_rows(self._rows[group], self._block_size, order, common)
             self._addresses[group] = ctypes.addressof(self._rows[group])

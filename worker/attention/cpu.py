@@ -91,14 +91,14 @@ def _decode_groups(
         del decodes[-len(rows) :]
         first_block = first_visible(kv_lens[rows[0]], 1, sliding_window) // block_size
         end_block = (longest - 1) // block_size + 1
-        positions = torch.arange(first_block * block_size, end_block * block_size)
-        lengths = torch.tensor([[kv_lens[row]] for row in rows])
+        positions = torch.arange(first_block * block_size, end_block * block_size, device="cpu")
+        lengths = torch.tensor([[kv_lens[row]] for row in rows], dtype=torch.int64, device="cpu")
         hidden = positions >= lengths  # [B, L]
         if sliding_window is not None:
             hidden |= positions < lengths - sliding_window
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
         yield DecodeGroup(
-            tokens=torch.tensor([starts[row] for row in rows]),
+            tokens=torch.tensor([starts[row] for row in rows], dtype=torch.int64, device="cpu"),
             blocks=batch.block_tables[layer.group][rows, first_block:end_block].flatten(),
             empty_slots=hidden.flatten().nonzero().squeeze(1),
             mask=mask[:, None, None],

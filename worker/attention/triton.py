@@ -355,7 +355,8 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
             on_host[:num_tiles], on_host[num_tiles:, :2] = tiles, decodes
             listed = on_host.to(device, non_blocking=True)
             if most is None:
-                most = _count_chunks(torch.tensor(batch.kv_lens)[decodes[:, 0]], window)
+                kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int64, device="cpu")
+                most = _count_chunks(kv_lens[decodes[:, 0]], window)
         else:
             num_tiles = -(-batch.positions.shape[1] // tile_size) + batch.space_for_tiled
             num_decodes = batch.num_rows if largest_decode else 0
@@ -374,7 +375,7 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
 
 def _cut(query_starts: list[int], kv_lens: list[int], tile_size: int, largest_decode: int) -> tuple[Tensor, Tensor]:
     """Return the tiles [M, 4], and rows and tokens of the decode rows [B, 2], both int32."""
-    starts = torch.tensor(query_starts)
+    starts = torch.tensor(query_starts, dtype=torch.int64, device="cpu")
     counts = starts.diff()
     decoded = (counts <= largest_decode).nonzero().squeeze(1)
     tiles = [
@@ -384,7 +385,7 @@ def _cut(query_starts: list[int], kv_lens: list[int], tile_size: int, largest_de
         for first in range(query_starts[row], query_starts[row + 1], tile_size)
     ]
     decodes = torch.stack([decoded, starts[decoded]], dim=1).int()
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 4), decodes
+    return torch.tensor(tiles, dtype=torch.int32, device="cpu").view(-1, 4), decodes
 
 
 def _count_chunks(lengths: Tensor, window: int) -> int:

@@ -139,7 +139,8 @@ def _results(
 
 def _hidden_states(model: PreTrainedModel, batch: StepBatch, dtype: torch.dtype) -> Tensor:  # [T, H]
     shape = (batch.input_ids.shape[1], model.config.hidden_size)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(model.device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(model.device, dtype)
 
 
 def _pools(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> tuple[KVPool, KVPool]:
@@ -150,7 +151,7 @@ def _pools(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> 
     for index, layer in first.layers.items():
         copy = second.layers[index]
         for tensor, other in ((layer.keys, copy.keys), (layer.values, copy.values)):
-            tensor.copy_(torch.empty(tensor.shape, dtype=dtype).normal_(generator=generator))
+            tensor.copy_(torch.empty(tensor.shape, dtype=dtype, device="cpu").normal_(generator=generator))
             other.copy_(tensor)
     return first, second
 

@@ -99,7 +99,8 @@ class ExpertsParts:
 
     def replace_stacked_weights(self) -> None:
         """Let the module hold the layers of the single experts instead."""
-        self.module.gate_up_proj = self.module.down_proj = nn.Parameter(torch.empty(0), requires_grad=False)
+        no_weight = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
+        self.module.gate_up_proj = self.module.down_proj = no_weight
         self.module.own = nn.ModuleList(linear for each in self.experts for linear in (*each.projections, each.output))
 
 
@@ -196,7 +197,7 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     _require_children(attention, {"o_proj", *names}, allowed=_ATTENTION_CHILDREN)
     _require(bool(getattr(attention, "use_rope", True)), "it has layers without a rotary embedding")
     rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", _rotate_half)
-    pairs = torch.arange(4.0)
+    pairs = torch.arange(4.0, dtype=torch.float32, device="cpu")
     _require(torch.equal(rotate(pairs), _rotate_half(pairs)), "its rotary embedding pairs other entries")
     projections, output = [getattr(attention, name) for name in names], own_part(attention.o_proj)
     _require_linear(*projections, output)
@@ -264,7 +265,7 @@ def _read_experts(block: Any) -> ExpertsParts | None:
 
 
 def _as_linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(1, 1, bias=False)
+    linear = nn.Linear(1, 1, bias=False, dtype=torch.float32, device="cpu")
     linear.out_features, linear.in_features = weight.shape
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
@@ -302,7 +303,7 @@ def _rotary_of(
     if layer_type not in tables:
         positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
         options = (layer_type,) if layer_type else ()
-        found = module(torch.zeros(1, device=model.device), positions, *options)
+        found = module(torch.zeros(1, dtype=torch.float32, device=model.device), positions, *options)
         _require(isinstance(found, tuple), "its rotary embedding is not of cosines and sines")
         cosines, sines = (each[0].float() for each in found)
         half = cosines.shape[1] // 2

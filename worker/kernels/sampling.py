@@ -18,12 +18,13 @@ def argmax(kernels: Kernels, logits: Tensor, masks: tuple[Tensor, Tensor] | None
     with a NaN has the peak NaN. `masks` are rows [N] and contiguous bits [N, B], B >= V / 8, uint8: the logits of ids whose
     bit is not set become -inf before."""
     num_rows, vocab_size = logits.shape
-    peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    peaks = torch.empty(num_rows, dtype=torch.float32, device="cpu")
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device="cpu")
     pointers = None
     if masks is not None:
         rows, bits = masks
-        pointers = torch.zeros(num_rows, dtype=torch.int64)
-        pointers[rows] = bits.data_ptr() + torch.arange(len(rows)) * bits.shape[1]
+        pointers = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
+        pointers[rows] = bits.data_ptr() + torch.arange(len(rows), device="cpu") * bits.shape[1]
     kernels.table.argmax(
         *(logits.data_ptr(), pointers.data_ptr() if pointers is not None else None, num_rows, vocab_size),
         *(peaks.data_ptr(), token_ids.data_ptr(), torch.get_num_threads()),

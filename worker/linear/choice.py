@@ -86,7 +86,7 @@ def screen_argmax(head: PackedLinear) -> None:
 @cache
 def _has_onednn() -> bool:
     """Whether the private functions of torch that `OneDNNLinear` uses exist and compute what they did."""
-    weight = torch.linspace(-1, 1, 48 * 40).sin().view(48, 40).bfloat16()
+    weight = torch.linspace(-1, 1, 48 * 40, dtype=torch.float32, device="cpu").sin().view(48, 40).bfloat16()
     try:
         packed = OneDNNLinear(weight, None)
         inputs = weight[: ROW_MULTIPLE + 1]
@@ -141,7 +141,8 @@ def _is_accepted(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor |
 
 
 def _is_like_torch(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor | None, num_rows: int) -> bool:
-    inputs = torch.randn(num_rows, packed.num_inputs, generator=torch.Generator().manual_seed(0)).to(packed.dtype)
+    generator, shape = torch.Generator().manual_seed(0), (num_rows, packed.num_inputs)
+    inputs = torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(packed.dtype)
     outputs = packed.forward(inputs)
     first, last = weights[0][:COMPARED_OUTPUTS], weights[-1][-COMPARED_OUTPUTS:]
     return all(

@@ -57,7 +57,7 @@ def pack_modules(
         if packed.weights is not first.weight:
             first.weight = nn.Parameter(packed.weights, requires_grad=False)
         for each in others:
-            each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype), requires_grad=False)
+            each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype, device="cpu"), requires_grad=False)
     return packed
 
 

@@ -73,9 +73,9 @@ class PackedLinear(ABC):
 
     def _output_memory(self, num_rows: int) -> Tensor:  # [M, N]
         if not self.keeps_large_outputs or num_rows * self.num_outputs * self.output_dtype.itemsize < LARGE_BYTES:
-            return torch.empty(num_rows, self.num_outputs, dtype=self.output_dtype)
+            return torch.empty(num_rows, self.num_outputs, dtype=self.output_dtype, device="cpu")
         if self._kept is None or len(self._kept) < num_rows:
-            self._kept = torch.empty(num_rows, self.num_outputs, dtype=self.output_dtype)
+            self._kept = torch.empty(num_rows, self.num_outputs, dtype=self.output_dtype, device="cpu")
         return self._kept[:num_rows]
 
 
@@ -115,8 +115,8 @@ class CompiledLinear(PackedLinear):
         exactly: the results are the same. Inputs are float32, and there is no bias. Takes a byte for each weight."""
         assert self.bias is None
         num_panels, width, num_inputs = self.weights.shape[0], self.weights.shape[2], self.num_inputs
-        rounded = torch.empty(num_panels, -(-num_inputs // 4), width, dtype=torch.int32)  # of four bytes
-        scales, errors = torch.empty(num_panels), torch.empty(num_panels)
+        rounded = torch.empty(num_panels, -(-num_inputs // 4), width, dtype=torch.int32, device="cpu")  # of four bytes
+        scales, errors = torch.empty(2, num_panels, dtype=torch.float32, device="cpu").unbind()
         for first in range(0, num_panels, PANELS_AT_A_TIME):
             part = slice(first, first + PANELS_AT_A_TIME)
             weights = self.weights[part].transpose(2, 3).flatten(1, 2)[:, :num_inputs].float()
@@ -161,12 +161,13 @@ class CompiledLinear(PackedLinear):
         row with a NaN has the peak NaN. Of a row with a mask only outputs that it allows are computed. If it allows none,
         the peak is -inf."""
         call, num_rows = self._call, inputs.shape[0]
-        peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        peaks = torch.empty(num_rows, dtype=torch.float32, device="cpu")
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device="cpu")
         call.input, call.output, call.allowed = inputs.data_ptr(), None, None
         call.peaks, call.token_ids = peaks.data_ptr(), token_ids.data_ptr()
         if masks is not None:
             row_bytes = self.weights.shape[0] * self.weights.shape[2] // 8  # of whole panels
-            allowed = torch.full((num_rows * row_bytes + 8,), 255, dtype=torch.uint8)
+            allowed = torch.full((num_rows * row_bytes + 8,), 255, dtype=torch.uint8, device="cpu")
             rows = masks.rows if len(masks.rows) < num_rows else slice(None)  # many times as fast as an index
             allowed[:-8].view(num_rows, row_bytes)[rows, : masks.bits.shape[1]] = masks.bits[:, :row_bytes]
             call.allowed = allowed.data_ptr()
@@ -179,7 +180,8 @@ def _to_panels(weights: Sequence[Tensor], num_outputs: int, kernels: Kernels) ->
     """Return the weights [N_i, K] one after the other in panels, as linear.inc.h describes them."""
     num_inputs, dtype = weights[0].shape[1], weights[0].dtype
     width, per_line = kernels.table.panel_outputs, 2 if dtype == torch.bfloat16 else 1
-    panels = torch.empty(-(-num_outputs // width), -(-num_inputs // per_line), width, per_line, dtype=dtype)
+    shape = (-(-num_outputs // width), -(-num_inputs // per_line), width, per_line)
+    panels = torch.empty(shape, dtype=dtype, device="cpu")
     panels[num_outputs // width :].zero_()  # the places of the last panel and line that stay free
     panels[:, num_inputs // per_line :].zero_()
     first_output = 0

@@ -52,7 +52,7 @@ def read_config(directory: Path) -> PretrainedConfig:
 def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the modules on the meta device, which allocates no memory, with our attention."""
     try:
-        with _WithoutValues():
+        with torch.device("cpu"), _WithoutValues():  # whatever default device the program of an `LLM` has set
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )

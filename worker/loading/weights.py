@@ -90,7 +90,7 @@ def load_converted(
     experts. Raises `WeightsDiffer` when they still do not fit."""
     loaded: Any
     info: dict[str, Any]
-    with _quiet_transformers():
+    with _quiet_transformers(), torch.device("cpu"):  # the default device of the program may be another one
         loaded, info = type(model).from_pretrained(  # type: ignore[misc]
             directory,
             config=model.config,
@@ -250,7 +250,7 @@ def _chunks(own: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _copy_staged(pair: tuple[Tensor, Tensor]) -> None:
     own, stored = pair
     # torch gives the pinned memory to another tensor only after the device has read it.
-    staged = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda).copy_(stored)
+    staged = torch.empty(own.shape, dtype=own.dtype, device="cpu", pin_memory=own.is_cuda).copy_(stored)
     own.copy_(staged, non_blocking=True)
 
 
@@ -291,7 +291,8 @@ def _rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for name, buffer in list(model.named_non_persistent_buffers()):
         module, leaf = _owner(model, name)
         module._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    model.initialize_weights()
+    with torch.device("cpu"):  # transformers computes them on the default device, which the program may have set
+        model.initialize_weights()
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not empty, f"no values for {empty}"
 

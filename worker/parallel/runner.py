@@ -147,7 +147,7 @@ class ParallelRunner(Runner):
 
     def _start_receiving(self, micro_batch: int, rows: SampledRows) -> None:
         if rows.seq_ids:
-            token_ids = torch.empty(len(rows.seq_ids), dtype=torch.int64)
+            token_ids = torch.empty(len(rows.seq_ids), dtype=torch.int64, device="cpu")
             work = self._peers.receive(token_ids, self._topology.pp_size - 1)
             self._pending.append(PendingTokens(micro_batch, rows, token_ids, work))
 

@@ -51,7 +51,10 @@ def cut_stages(model: PreTrainedModel, topology: Topology) -> None:
     layers = getattr(model.base_model, "layers", None)
     if "layers" not in parts or not isinstance(layers, nn.ModuleList):
         instead = "use tensor_parallel_size instead" if model.tp_plan else "run it on one rank"
-        raise ModelError(f"transformers has no pipeline parallel plan for {name}: {instead}")
+        raise ModelError(
+            f"pipeline_parallel_size: must be 1, since transformers has no pipeline parallel plan for {name}, "
+            f"got {topology.pp_size}; {instead}"
+        )
     if len(layers) < topology.pp_size:
         raise ModelError(
             f"{name} has {len(layers)} layers, too few for {topology.pp_size} stages: "

@@ -112,7 +112,8 @@ class TensorPlan:
         self._styles = _read_plan(model, modules, MODULE_STYLES, lambda module: isinstance(module, nn.Linear))
         if not self._styles:
             raise ModelError(
-                f"transformers has no tensor parallel plan for {model.config.model_type}: {_remedy(model)}"
+                "tensor_parallel_size: must be 1, since transformers has no tensor parallel plan for "
+                f"{model.config.model_type}, got {topology.tp_size}; {_remedy(model)}"
             )
         self._styles |= _vocabulary(model)
         tensors = dict(model.named_parameters())
@@ -156,8 +157,8 @@ class TensorPlan:
             }
             if whole:
                 raise ModelError(
-                    f"transformers' plan does not divide {min(whole)} of {model.config.model_type}, which is not "
-                    f"supported: {_remedy(model)}"
+                    f"tensor_parallel_size: transformers' plan does not divide {min(whole)} of "
+                    f"{model.config.model_type}, which is not supported; {_remedy(model)}"
                 )
 
     def _check_sizes(self, model: PreTrainedModel) -> None:
@@ -201,8 +202,8 @@ def _read_plan(
         style = supported.get(style_name)
         if style is None or (style.weight_dim is not None and not is_divisible(part)):
             raise ModelError(
-                f'transformers divides {name} of {model.config.model_type} as "{style_name}", which is not supported: '
-                f"{_remedy(model)}"
+                f"tensor_parallel_size: transformers divides {name} of {model.config.model_type} as "
+                f'"{style_name}", which is not supported; {_remedy(model)}'
             )
         styles[name] = style
     return styles

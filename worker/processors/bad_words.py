@@ -43,7 +43,7 @@ class BadWords(LogitsProcessor[BadWordsOfSequence]):
         tail = new.token_ids[new.num_prompt_tokens :][-width:] if width else []
         prefixes = [[ANY] * (width + 1 - len(word)) + word[:-1] for word in words]
         values = [NO_TOKEN] * (width - len(tail)) + tail, prefixes, [word[-1] for word in words]
-        sent = to_device(self.device, [torch.tensor(each, dtype=torch.int64) for each in values])
+        sent = to_device(self.device, [torch.tensor(each, dtype=torch.int64, device="cpu") for each in values])
         self._tails[slot] = sent[0]
         return BadWordsOfSequence(slot, *sent[1:])
 

@@ -35,7 +35,8 @@ class GrammarMask(LogitsProcessor[GrammarState]):
         """Tokens that the states do not have yet."""
         self._masks: Future[Tensor] | None = None
         is_allowed = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)) & 1
-        self._biases = torch.zeros(256, 8, device=device).masked_fill_(is_allowed == 0, float("-inf"))
+        self._biases = torch.zeros(256, 8, dtype=torch.float32, device=device)
+        self._biases.masked_fill_(is_allowed == 0, float("-inf"))
         """For each byte of a mask what is added to the logits of its ids. Ten times as fast as torch's `masked_fill_`."""
 
     def begin(self, slot: int, new: NewSequence) -> GrammarState | None:

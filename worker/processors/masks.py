@@ -22,8 +22,8 @@ class AllowedTokens(LogitsProcessor[Tensor]):
         settings = new.sampling.processors
         if settings is None or settings.allowed_token_ids is None:
             return None
-        (token_ids,) = to_device(self.device, [torch.tensor(settings.allowed_token_ids)])
-        return token_ids
+        token_ids = torch.tensor(settings.allowed_token_ids, dtype=torch.int64, device="cpu")
+        return to_device(self.device, [token_ids])[0]
 
     def numbers(self, state: Tensor) -> tuple[int, ...]:
         return (len(state),)
@@ -47,7 +47,8 @@ class MinTokens(LogitsProcessor[HeldEnds]):
         sampling = new.sampling
         if not sampling.min_tokens or not sampling.end_token_ids:
             return None
-        return HeldEnds(sampling.min_tokens, *to_device(self.device, [torch.tensor(sampling.end_token_ids)]))
+        token_ids = torch.tensor(sampling.end_token_ids, dtype=torch.int64, device="cpu")
+        return HeldEnds(sampling.min_tokens, *to_device(self.device, [token_ids]))
 
     def numbers(self, state: HeldEnds) -> tuple[int, ...]:
         return (len(state.token_ids),)
@@ -74,8 +75,9 @@ class LogitBias(LogitsProcessor[Biases]):
         settings = new.sampling.processors
         if settings is None or not settings.logit_bias:
             return None
-        token_ids, values = torch.tensor(list(settings.logit_bias)), torch.tensor(list(settings.logit_bias.values()))
-        return Biases(*to_device(self.device, [token_ids, values.float()]))
+        token_ids = torch.tensor(list(settings.logit_bias), dtype=torch.int64, device="cpu")
+        values = torch.tensor(list(settings.logit_bias.values()), dtype=torch.float32, device="cpu")
+        return Biases(*to_device(self.device, [token_ids, values]))
 
     def numbers(self, state: Biases) -> tuple[int, ...]:
         return (len(state.token_ids),)

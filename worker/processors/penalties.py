@@ -32,9 +32,9 @@ class Penalties(LogitsProcessor[int]):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._token_ids = torch.zeros(1, WIDTH_UNIT, dtype=torch.int64, device=device)  # [K, L]
-        self._counts = torch.zeros(1, WIDTH_UNIT, device=device)  # [K, L] float32, exact up to 2**24
+        self._counts = torch.zeros(1, WIDTH_UNIT, dtype=torch.float32, device=device)  # [K, L], exact up to 2**24
         self._num_entries = torch.zeros(1, dtype=torch.int64, device=device)  # [K]
-        self._strengths = torch.zeros(1, 3, device=device)  # [K, 3]: repetition, frequency and presence penalty
+        self._strengths = torch.zeros(1, 3, dtype=torch.float32, device=device)  # [K, 3]: see `begin`
         self._free_rows = [0]
         self._longest = 0
         """At least the number of entries of any row, known without waiting for the device."""
@@ -54,7 +54,7 @@ class Penalties(LogitsProcessor[int]):
         known = new.token_ids if settings.repetition_penalty != 1.0 else new.token_ids[new.num_prompt_tokens :]
         # A count of 0 changes nothing without a repetition penalty, so any id can be the first entry. They are sorted, since
         # reads in ascending order are twice as fast.
-        token_ids, places = torch.tensor(known or [0]).unique(return_inverse=True)
+        token_ids, places = torch.tensor(known or [0], dtype=torch.int64, device="cpu").unique(return_inverse=True)
         counts = places[len(places) - num_outputs :].bincount(minlength=len(token_ids))
         if not self.states:
             self._longest, self._counted = 0, None
@@ -65,7 +65,8 @@ class Penalties(LogitsProcessor[int]):
         table_row = self._take_row()
         filled = pad(token_ids, (0, self._token_ids.shape[1] - len(token_ids)), value=int(token_ids[0]))
         counts = pad(counts, (0, len(filled) - len(counts)), value=int(counts[0]))
-        sent = to_device(self.device, [filled, counts.float(), torch.tensor(strengths)])
+        strengths_on_host = torch.tensor(strengths, dtype=torch.float32, device="cpu")
+        sent = to_device(self.device, [filled, counts.float(), strengths_on_host])
         self._token_ids[table_row], self._counts[table_row], self._strengths[table_row] = sent
         self._num_entries[table_row].fill_(len(token_ids))
         return table_row
@@ -107,7 +108,8 @@ class Penalties(LogitsProcessor[int]):
         token_ids = token_ids.clamp(min=0)  # a sequence that has failed may count any id
         known_ids = self._token_ids.index_select(0, table_rows)
         # 1.0 where they are equal. Comparing into a float tensor saves a conversion.
-        is_same = torch.eq(known_ids, token_ids.unsqueeze(1), out=torch.empty(known_ids.shape, device=self.device))
+        is_same = torch.empty(known_ids.shape, dtype=torch.float32, device=self.device)
+        torch.eq(known_ids, token_ids.unsqueeze(1), out=is_same)
         self._counts.index_add_(0, table_rows, is_same)
         is_new = is_same.amax(dim=1) == 0
         ends = self._num_entries[table_rows]

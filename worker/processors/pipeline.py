@@ -30,7 +30,8 @@ class StepProcessors:
 
     def row_indices(self) -> Tensor:
         """Return the rows that a processor changes, on the host. Some may come twice."""
-        return torch.tensor([index for _, rows in self._parts for index in rows.row_indices])
+        indices = [index for _, rows in self._parts for index in rows.row_indices]
+        return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
     @property
     def is_grammar_alone(self) -> bool:
@@ -103,7 +104,10 @@ class LogitsProcessors:
         due = [(processor, *found) for processor in used if (found := _due_rows(processor, rows))[0]]
         if not due:
             return None
-        numbers = [torch.tensor([rows, *zip(*map(each.numbers, states), strict=True)]) for each, rows, states in due]
+        numbers = [
+            torch.tensor([rows, *zip(*map(each.numbers, states), strict=True)], dtype=torch.int64, device="cpu")
+            for each, rows, states in due
+        ]
         return StepProcessors(
             [
                 (processor, ProcessedRows(row_indices, states, sent[0], sent[1:]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +101,33 @@ def test_the_traceback_of_a_failed_step_is_logged(caplog: pytest.LogCaptureFixtu
             executor.execute_model(first_step(executor, number)).result()
     assert "the stub was told to raise" in caplog.text
     assert "_run_forward" not in caplog.text, "running out of memory is logged in one line"
+
+
+# --- in a forked process ---
+
+FORKED = """
+import os, sys
+{before}
+from millrace.executor.launch.uniproc import UniprocExecutor
+from tests.executor.kinds import start, stub_config
+
+pid = os.fork()
+if pid:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+try:
+    executor = UniprocExecutor(stub_config(), worker_module="tests.executor.stub")
+    start(executor)
+    executor.shutdown()
+    print("it runs")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "result"), [("import torch", "executor: uni cannot run in this process"), ("", "it runs")]
+)
+def test_a_process_forked_with_torch_is_refused(before: str, result: str) -> None:
+    code = FORKED.format(before=before)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout.startswith(result)) == (0, True), ran

@@ -115,9 +115,19 @@ def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Mon
         ({}, 4, 1, "tensor_parallel_size 4 does not divide the 2 key and value heads of llama: use 1 or 2,"),
         ({"intermediate_size": 129}, 2, 1, "divide the 129 features of model.layers.0.mlp.gate_proj of llama: use 1,"),
         ({}, 1, 4, "llama has 3 layers, too few for 4 stages: use a pipeline_parallel_size of at most 3"),
-        ({"model_type": "gpt2"}, 2, 1, "no tensor parallel plan for gpt2: run it on one rank"),
-        ({"model_type": "gpt2"}, 1, 2, "no pipeline parallel plan for gpt2: run it on one rank"),
-        ({"model_type": "nanochat"}, 1, 2, "no pipeline parallel plan for nanochat: use tensor_parallel_size instead"),
+        (
+            {"model_type": "gpt2"},
+            *(2, 1),
+            "tensor_parallel_size: must be 1, since transformers has no tensor parallel plan for gpt2, got 2; "
+            "run it on one rank",
+        ),
+        (
+            {"model_type": "gpt2"},
+            *(1, 2),
+            "pipeline_parallel_size: must be 1, since transformers has no pipeline parallel plan for gpt2, got 2; "
+            "run it on one rank",
+        ),
+        ({"model_type": "nanochat"}, 1, 2, "plan for nanochat, got 2; use tensor_parallel_size instead"),
         (
             {"model_type": "mixtral", "intermediate_size": 33, "num_local_experts": 2},
             *(2, 1),
@@ -132,7 +142,7 @@ def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Mon
                 "num_experts_per_tok": 2,
             },
             *(2, 1),
-            'kv_a_proj_with_mqa of deepseek_v2 as "mla_kv_a_proj", which is not supported: use pipeline',
+            'kv_a_proj_with_mqa of deepseek_v2 as "mla_kv_a_proj", which is not supported; use pipeline',
         ),
     ],
 )
