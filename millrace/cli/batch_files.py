@@ -1,8 +1,10 @@
 """The input and the output of `millrace run-batch`.
 
-Beside the output stands `<output>.state` while the run is not complete: the id of the run, and a digest of the input. The
-jobs of a run have the ids `run-<run>-<line number>`, and so have its lines in the output. So the same command, started again
-after its end by whatever cause, submits only what the output lacks, and finds the jobs that are in the queue.
+Beside the output stands `<output>.state` while the run is not complete: the id of the run, and a digest of the input. It is
+empty until a line is written, or jobs may be in a queue that outlives the command; a command that ends before that removes
+both files. The jobs of a run have the ids `run-<run>-<line number>`, and so have its lines in the output. So the same
+command, started again after its end by whatever cause, submits only what the output lacks, and finds the jobs that are in
+the queue.
 """
 
 from __future__ import annotations
@@ -131,12 +133,14 @@ class OutputFile:
     """Owns the output and the state of a run, inside a `with` block. No other process can open them meanwhile."""
 
     def __init__(self, path: Path, source: Input, options: dict[str, str | int]) -> None:
-        """Begin a run, or continue one. `options`: of its jobs. Raises CommandError if the output is that of another run, or
-        of one that runs."""
+        """Open a new run, or continue one. `options`: of its jobs. Raises CommandError if the output is that of another run,
+        or of one that runs."""
         self._path, self._source, self._options = path, source, options
         self._state_path = path.with_name(path.name + ".state")
         self._check_paths()
         self._lock = self._state_path.open("a+b", buffering=0)
+        self.has_begun = False
+        """Whether the state is in its file, so that only the same input continues the run."""
         try:
             self._state = self._open_state()
             self._file = path.open("r+b" if path.exists() else "x+b", buffering=0)
@@ -144,6 +148,8 @@ class OutputFile:
             self._lock.close()
             raise
         self.num_failed = self.num_cut = 0
+        self.first_failed: tuple[int, str] | None = None
+        """The first line of the input that was refused or has failed: its number and the reason."""
         self._has_line = bytearray(source.last_number + 1)
         """By line number of the input: whether the output has it."""
         self.num_written = self._read()
@@ -152,6 +158,10 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if not self.has_begun:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+                self._state_path.unlink()  # last: an output without it is refused
         self._file.close()
         self._lock.close()
 
@@ -171,8 +181,21 @@ class OutputFile:
         """Return whether the output has the answer to this line of the input."""
         return bool(self._has_line[number])
 
+    def begin(self) -> None:
+        """Write the state. Call it before a job is submitted to a queue that outlives this process. Raises CommandError."""
+        if self.has_begun:
+            return
+        try:
+            _write(self._lock, msgspec.json.encode(self._state))
+            os.fsync(self._lock.fileno())
+        except OSError as error:
+            self._lock.truncate(0)
+            raise CommandError(f"{self._state_path}: {error.strerror}", INCOMPLETE) from error
+        self.has_begun = True
+
     def write(self, line: dict[str, Any]) -> None:
         """Append a line. Raises CommandError, for example when the disk is full: then the line may be written in part."""
+        self.begin()
         try:
             _write(self._file, msgspec.json.encode(line) + b"\n")
         except OSError as error:
@@ -203,16 +226,14 @@ class OutputFile:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CommandError(f"{self._path}: another run-batch writes it now", INVALID) from None
+            raise self._in_use() from None
+        if not _is_file_at(self._lock, self._state_path):  # its run-batch has removed it between our open and our lock
+            raise self._in_use()
         self._lock.seek(0)
-        if not (text := self._lock.read()):
-            state = _State(uuid.uuid4().hex[:12], self._source.digest, self._options)
-            try:
-                _write(self._lock, msgspec.json.encode(state))
-                os.fsync(self._lock.fileno())
-            except OSError as error:
-                raise CommandError(f"{self._state_path}: {error.strerror}", INCOMPLETE) from error
-            return state
+        text = self._lock.read()
+        if not text and not (self._path.exists() and self._path.stat().st_size):
+            return _State(uuid.uuid4().hex[:12], self._source.digest, self._options)
+        self.has_begun = True
         try:
             state = msgspec.json.decode(text, type=_State)
         except msgspec.MsgspecError:
@@ -226,6 +247,9 @@ class OutputFile:
             reason = f"was begun with {options or 'no --tenant or --priority'}; continue it with the same"
             raise CommandError(f"{self._path}: {reason}", INVALID)
         return state
+
+    def _in_use(self) -> CommandError:
+        return CommandError(f"{self._path}: another run-batch writes it now", INVALID)
 
     def _read(self) -> int:
         """Note the lines that an earlier process has written. Cut off the last one if it is not complete."""
@@ -246,8 +270,12 @@ class OutputFile:
 
     def _note(self, line: dict[str, Any]) -> None:
         """Note that the output has a line."""
-        self._has_line[self.number_of(line["id"])] = True
-        self.num_failed += _has_failed(line)
+        number = self.number_of(line["id"])
+        self._has_line[number] = True
+        if _has_failed(line):
+            self.num_failed += 1
+            if self.first_failed is None or number < self.first_failed[0]:
+                self.first_failed = number, _reason(line)
         self.num_cut += not _has_failed(line) and _was_cut(line)
 
 
@@ -260,6 +288,10 @@ def _can_be_regular(path: Path) -> bool:
     return path.is_file() or not path.exists()
 
 
+def _is_file_at(file: IO[bytes], path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
 def _write(file: IO[bytes], data: bytes) -> None:
     """Write all: where space ends, a file without a buffer takes a part, and only the next part fails."""
     left = memoryview(data)
@@ -269,6 +301,12 @@ def _write(file: IO[bytes], data: bytes) -> None:
 
 def _has_failed(line: dict[str, Any]) -> bool:
     return line["response"] is None or line["response"]["status_code"] != 200
+
+
+def _reason(line: dict[str, Any]) -> str:
+    """Return why a line has failed."""
+    error = line["error"] if line["response"] is None else line["response"]["body"]["error"]
+    return str(error["message"])
 
 
 def _was_cut(line: dict[str, Any]) -> bool:

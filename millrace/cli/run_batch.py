@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     source = read_input(args.input)
     with OutputFile(args.output, source, options) as output:
         if output.num_written < source.num_lines:
-            run_ = _Run(output, source.num_lines, options)
+            run_ = _Run(output, source.num_lines, options, has_own_queue=bool(args.model))
             cancel = "" if args.model else f"; to cancel its jobs: millrace cancel --batch {output.batch}"
             with _continuable(output, source.num_lines, cancel), _service(args) as (redis_url, check):
                 run_.answer(source.lines(), redis_url, args.queue, check)
@@ -91,9 +91,18 @@ def run(args: argparse.Namespace) -> int:
         num_lines = counted_noun(output.num_written, "line")
         if output.num_cut:
             remark(f"{output.num_cut:,} of {num_lines}: {CUT}")
-        failed = f", {output.num_failed:,} of them refused or failed" if output.num_failed else ""
-        remark(f"{args.output}: {num_lines}{failed}")
+        remark(f"{args.output}: {num_lines}{_failures(output)}")
         return OTHER if output.num_failed else OK
+
+
+def _failures(output: OutputFile) -> str:
+    """Return how many lines failed, and the reason of the first of them."""
+    from millrace.results.errors import one_line
+
+    if output.first_failed is None:
+        return ""
+    number, reason = output.first_failed
+    return f", {output.num_failed:,} of them refused or failed; the first is line {number}: {one_line(reason, 200)}"
 
 
 @contextlib.contextmanager
@@ -108,7 +117,7 @@ def _continuable(output: OutputFile, num_lines: int, cancel: str) -> Iterator[No
     try:
         yield
     except KeyboardInterrupt:
-        remark(written() + cancel)
+        remark(written() + (cancel if output.has_begun else ""))
         raise
     except (QueueError, CommandError) as error:
         if isinstance(error, InvalidRedisURL) or (isinstance(error, CommandError) and error.status == INVALID):
@@ -141,9 +150,13 @@ def _service(args: argparse.Namespace) -> Iterator[tuple[str | None, Callable[[]
 class _Run:
     """Submits what the output lacks, and writes the answers."""
 
-    def __init__(self, output: OutputFile, num_lines: int, options: dict[str, str | int]) -> None:
-        """`options`: the tenant of all jobs, and the priority of those whose lines have none, as far as they are given."""
+    def __init__(
+        self, output: OutputFile, num_lines: int, options: dict[str, str | int], *, has_own_queue: bool
+    ) -> None:
+        """`options`: the tenant of all jobs, and the priority of those whose lines have none, as far as they are given.
+        `has_own_queue`: whether the queue, with its jobs, is gone at the end of this command."""
         self._output = output
+        self._has_own_queue = has_own_queue
         self._tenant = {name: value for name, value in options.items() if name == "tenant"}
         self._defaults = {name: value for name, value in options.items() if name == "priority"}
         self._open: dict[str, Call] = {}
@@ -156,6 +169,9 @@ class _Run:
         from millrace.producer.openai_format import ended_line, refused_line
 
         with ReconnectingClient(redis_url, queue=queue) as client, self._progress:
+            if not self._has_own_queue:
+                client.look_up([self._output.batch])  # if the server cannot be used, the run has not begun
+                self._output.begin()
             for line_id, end in client.run_all(self._jobs(lines), max_open=MAX_OPEN, check=check):
                 call = self._open.pop(line_id)
                 if isinstance(end, InvalidRequest):

@@ -106,7 +106,7 @@ def test_an_engine_of_its_own_answers_both_kinds_of_calls(files: Files) -> None:
         *("run-batch", *files.arguments, "--model", str(TINY)), *("--", "--device", "cpu", "--max-num-seqs", "8")
     )
     assert ran.status == OTHER, ran.err
-    assert "out.jsonl: 6 lines, 4 of them refused or failed" in ran.err
+    assert "out.jsonl: 6 lines, 4 of them refused or failed; the first is line 3: prompt: " in ran.err
     assert files.statuses() == {"sum": 200, "chat": 200, "long": 400, "url": 400, "other": 404, "token": 400}
     answers = {answer["custom_id"]: answer["response"]["body"] for answer in files.answers()}
     assert answers["sum"]["choices"][0]["text"].strip() == "7"
@@ -139,6 +139,49 @@ def test_a_model_that_is_not_there_ends_the_command_with_the_engines_reason(file
     assert ran.status == INVALID
     assert "the engine ended with status 2" in ran.err
     assert "/nowhere" in ran.err
+    assert not files.output.exists() and not files.state.exists()
+
+
+def test_a_run_that_ended_before_any_job_may_begin_with_another_input(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
+    files.write([call("a")])
+    away = run_main("run-batch", "--redis", "redis://127.0.0.1:9/0", *files.arguments)
+    assert away.status == NO_REDIS and "0 of 1 lines are written; the same command continues" in away.err
+    assert not files.output.exists() and not files.state.exists()
+    files.output.touch()
+    files.state.touch()  # as after kill -9
+    files.write([call("b")])
+    with answering(engine):
+        assert millrace("run-batch", *files.arguments).status == OK
+    assert files.statuses() == {"b": 200}
+    files.state.touch()  # beside an output that it does not describe
+    assert "out.jsonl.state: is damaged" in millrace("run-batch", *files.arguments).err
+    assert files.statuses() == {"b": 200}
+
+
+def test_a_state_that_its_process_is_about_to_remove_is_not_taken(
+    millrace: Command, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write([call("a")])
+    monkeypatch.setattr("fcntl.flock", lambda *_: files.state.unlink())  # by the process that had the lock
+    ran = millrace("run-batch", *files.arguments)
+    assert ran.status == INVALID and "another run-batch writes it now" in ran.err
+    assert not files.output.exists()
+
+
+def test_the_reason_of_the_first_failed_line_is_shown(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    files.write([call("a"), call("b"), call("c", max_tokens=0), call("d", max_tokens=0)])
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        first, second = claim(engine, 2)
+        engine.fail(second, "no luck\n" * 100)
+        engine.finish(first, "text")
+        _, err = process.communicate()
+    last = err.splitlines()[-1]
+    assert last.startswith(
+        f"millrace: {files.output}: 4 lines, 3 of them refused or failed; the first is line 2: no luck"
+    )
+    assert len(last) < 300 + len(str(files.output))
 
 
 def test_the_documented_programs_convert_a_table(
@@ -497,7 +540,9 @@ def test_a_disk_without_room_for_the_state_is_named(millrace: Command, files: Fi
     script = WITH_SMALL_FILES.replace("5000", "0")
     with started("-c", script, "run-batch", *millrace.place, *files.arguments) as process:
         _, err = process.communicate()
-    assert (process.returncode, err) == (NO_REDIS, f"millrace: {files.state}: File too large\n")
+    hint = "not complete (0 of 1 lines are written; the same command continues)"
+    assert (process.returncode, err) == (NO_REDIS, f"millrace: {hint}: {files.state}: File too large\n")
+    assert not files.output.exists() and not files.state.exists()
 
 
 def test_a_second_process_cannot_write_the_same_output(millrace: Command, engine: EngineByHand, files: Files) -> None:
