@@ -27,12 +27,12 @@ class Outage:
         self._lock = threading.Lock()
         self._failing: dict[str, float] = {}
         """By the name of the thread: since when."""
+        self._last_reasons: dict[str, str] = {}
+        """By the name of the thread: why its last call that failed did so."""
         self.num_ended = 0
         self._since_s = 0.0
         self._reasons: set[str] = set()
         """Those that are logged."""
-        self._reason = ""
-        """The last one."""
         self._logged_s = 0.0
         """When the last line was logged."""
 
@@ -61,7 +61,7 @@ class Outage:
                 self._since_s = now_s
                 self._reasons.clear()
             self._failing.setdefault(name, now_s)
-            self._reason = reason
+            self._last_reasons[name] = reason
             # The first reason may be that of the moment, such as a connection that was closed.
             is_new = reason not in self._reasons and (not self._reasons or now_s >= self._logged_s + SETTLED_S)
             is_due = is_new or now_s >= self._logged_s + REPORT_EVERY_S
@@ -94,5 +94,5 @@ class Outage:
         if not (failing := dict(self._failing)):
             return 0.0, ""
         name = min(failing, key=failing.__getitem__)
-        lasted_s = self._clock() - failing[name]
-        return lasted_s, f"{self._reason} (the thread {name!r} has not been able to use Redis for {lasted_s:.1f} s)"
+        lasted_s, reason = self._clock() - failing[name], self._last_reasons[name]
+        return lasted_s, f"{reason} (the thread {name!r} has not been able to use Redis for {lasted_s:.1f} s)"

@@ -107,9 +107,8 @@ class Intake:
     # --- claim ---
 
     def _claim_once(self, queue: JobQueue) -> None:
-        if self._outage.is_seen_by(
-            RESULTS_WRITER
-        ):  # the results would only wait in memory; another engine may do better
+        if self._outage.is_seen_by(RESULTS_WRITER):
+            # The results would only wait in memory; another engine may do better.
             self._stopping.wait(RETRY_S)
             return
         budget = self._capacity.wait_for_budget(_BLOCK_S)

@@ -60,13 +60,13 @@ def test_the_thread_that_fails_for_longest_is_named_until_it_succeeds_or_ends() 
     clock = [0.0]
     outage = Outage(lambda: clock[0])
     stopping = threading.Event()
-    for clock[0], thread in ((0.0, "claim"), (1.0, "writer"), (5.0, "claim")):
-        call(thread, outage.note_failure, RedisUnavailable("refused"))
+    for clock[0], thread, reason in ((0.0, "claim", "refused"), (1.0, "writer", "denied"), (5.0, "writer", "denied")):
+        call(thread, outage.note_failure, RedisUnavailable(reason))
     assert outage.longest() == (5.0, "refused (the thread 'claim' has not been able to use Redis for 5.0 s)")
     assert outage.is_seen_by("writer")
     stopping.set()
     call("claim", outage.repeat, lambda: None, stopping)
-    assert outage.longest()[0] == 4.0
+    assert outage.longest() == (4.0, "denied (the thread 'writer' has not been able to use Redis for 4.0 s)")
     call("writer", outage.note_success)
     assert (outage.longest(), outage.is_seen_by("writer")) == ((0.0, ""), False)
 
