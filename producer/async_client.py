@@ -16,7 +16,7 @@ from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedE
 from millrace.results.durability import Durability
 from millrace.results.job import Job, StreamEvent
 from millrace.results.reader import CompletionFollower, EventFollower
-from millrace.results.transport import AsyncTransport
+from millrace.results.transport import AsyncTransport, Call, T
 
 
 class AsyncClient:
@@ -133,16 +133,15 @@ class AsyncClient:
     ) -> AsyncGenerator[StreamEvent, None]:
         after, timeout_s = arguments.event_id(after), arguments.timeout(timeout_s)
         follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), after, timeout_s)
-        while not follower.is_done:
-            for event in follower.feed(await self._transport.send_many(follower.next_commands())):
+        while events := await self._run(follower.next_events()):
+            for event in events:
                 yield event
 
     async def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> AsyncGenerator[Job, None]:
         known = [arguments.job_id(self._keys, job_id) for job_id in arguments.many_ids(job_ids)]
         follower = CompletionFollower(self._keys, known, arguments.timeout(timeout_s))
         while not follower.is_done:
-            ended = follower.feed(await self._transport.send_many(follower.next_commands()))
-            for some in calls.batched(ended, calls.READ_JOBS):
+            for some in calls.batched(await self._run(follower.next_ended()), calls.READ_JOBS):
                 for job in await self._run(calls.get_many(self._keys, some)):
                     yield job
 
@@ -169,11 +168,11 @@ class AsyncClient:
     async def list_rejected(self, limit: int = 100) -> list[RejectedEntry]:
         return await self._run(calls.list_rejected(self._keys, limit))
 
-    async def _run(self, call: calls.Call[calls.T]) -> calls.T:
+    async def _run(self, call: Call[T]) -> T:
         try:
             to_send = next(call)
             while True:
                 to_send = call.send(await self._transport.send_many(to_send))
         except StopIteration as end:
-            result: calls.T = end.value
+            result: T = end.value
             return result

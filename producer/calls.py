@@ -1,11 +1,8 @@
-"""The clients' calls that take several round trips: generators, so that sync and async clients share them.
-
-A generator yields the commands of one round trip, receives their replies, and returns the result of the call.
-"""
+"""The clients' calls that take several round trips: generators, so that sync and async clients share them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -21,11 +18,10 @@ from millrace.results.keys import QueueKeys
 from millrace.results.messages import WITHOUT_RESULT
 from millrace.results.reader import MAX_ENTRIES, START
 from millrace.results.scripts import Command
-from millrace.results.transport import Reply
+from millrace.results.transport import Call, Reply
 from millrace.results.waiting import JobDeadline, WaitLog
 
 T = TypeVar("T")
-Call = Generator[list[Command], list[Reply], T]
 
 READ_JOBS = 64
 """Jobs that are read in one round trip: each comes with its whole text."""

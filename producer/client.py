@@ -16,7 +16,7 @@ from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedE
 from millrace.results.durability import Durability
 from millrace.results.job import Job, StreamEvent
 from millrace.results.reader import CompletionFollower, EventFollower
-from millrace.results.transport import Transport
+from millrace.results.transport import Call, T, Transport
 
 
 class Client:
@@ -203,16 +203,15 @@ class Client:
         """
         after, timeout_s = arguments.event_id(after), arguments.timeout(timeout_s)
         follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), after, timeout_s)
-        while not follower.is_done:
-            yield from follower.feed(self._transport.send_many(follower.next_commands()))
+        while events := self._run(follower.next_events()):
+            yield from events
 
     def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Generator[Job, None, None]:
         """Yield each job once, when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`."""
         known = [arguments.job_id(self._keys, job_id) for job_id in arguments.many_ids(job_ids)]
         follower = CompletionFollower(self._keys, known, arguments.timeout(timeout_s))
         while not follower.is_done:
-            ended = follower.feed(self._transport.send_many(follower.next_commands()))
-            for some in calls.batched(ended, calls.READ_JOBS):
+            for some in calls.batched(self._run(follower.next_ended()), calls.READ_JOBS):
                 yield from self._run(calls.get_many(self._keys, some))
 
     def position(self, job_id: str) -> Position:
@@ -246,11 +245,11 @@ class Client:
         """Return at most `limit` of the last inbox entries that could not become a job. They are kept for 7 days."""
         return self._run(calls.list_rejected(self._keys, limit))
 
-    def _run(self, call: calls.Call[calls.T]) -> calls.T:
+    def _run(self, call: Call[T]) -> T:
         try:
             to_send = next(call)
             while True:
                 to_send = call.send(self._transport.send_many(to_send))
         except StopIteration as end:
-            result: calls.T = end.value
+            result: T = end.value
             return result

@@ -1,16 +1,9 @@
-"""Followers of jobs: each returns the next commands to send, and reads the replies.
-
-They do no input or output, so sync and async clients share them:
-
-    while not follower.is_done:
-        for found in follower.feed(transport.send_many(follower.next_commands())):
-            ...
-"""
+"""Followers of jobs, whose methods are generators as in `transport.Call`: sync and async clients share them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,8 +12,7 @@ from millrace.results import commands, replies
 from millrace.results.errors import JobNotFound, QueueError, ResultExpired
 from millrace.results.job import StreamEvent
 from millrace.results.keys import QueueKeys
-from millrace.results.scripts import Command
-from millrace.results.transport import Reply
+from millrace.results.transport import Call, Reply
 from millrace.results.waiting import Deadline, JobDeadline, WaitLog, describe_obstacle
 
 START = "0-0"
@@ -58,113 +50,93 @@ class EventFollower:
 
     def __init__(self, keys: QueueKeys, job_id: str, after: str | None, timeout_s: float | None = None) -> None:
         """`after` is the id of an event, which the caller has checked; None or "": from the beginning."""
-        self.is_done = False
         self._keys = keys
         self._job_id = job_id
         self._last_id = after or START
         self._deadline = JobDeadline(keys, job_id, timeout_s)
-        self._must_restart = True  # the deadline, when the caller has read all events and asks for the next one
-        self._is_late = False
         self._log = WaitLog(job_id, keys.queue)
-        self._must_look = False  # nothing came for a while: is there an obstacle?
         self._num_tokens: int | None = None if after else 0  # of all candidates, read so far; None: unknown
         self._read: dict[int, _Read] | None = None if after else {}
         """What was read, by candidate. None: unknown, after a resumption."""
-        self._take: Callable[[Sequence[Reply]], list[StreamEvent]] = self._take_watch
-        """Reads the replies to the last commands."""
-        self._can_resume = False
-        self._must_fill = False
-        self._has_ended = False
-        self._is_at_end = False  # after the terminal entry, or the stream has expired: `watch` distinguishes them
+        self._is_trimmed = False  # entries that were not read are trimmed
+        self._has_ended = False  # the job has; entries may be left to read
+        self._is_done = False
         self._watch_again_s = 0.0
 
-    def next_commands(self) -> list[Command]:
-        if self._must_restart:
-            self._deadline.restart()
-            self._must_restart = False
-        if self._is_late:
-            self._take = self._take_late
-            return self._deadline.last_commands()
-        watch = commands.watch(self._keys, self._job_id)
-        if self._must_look:
-            self._must_look = False
-            self._take = self._take_look
-            return [watch, commands.stats(self._keys)]
-        if self._is_at_end or (not self._has_ended and time.monotonic() >= self._watch_again_s):
-            self._take = self._take_watch
-            return [watch]
-        if self._must_fill:
-            self._take = self._take_trimmed
-            return [commands.trimmed(self._keys, self._job_id)]
-        stream = self._keys.result(self._job_id)
-        if self._can_resume:  # the first entries after a resumption have no offset to compare with
-            self._take = self._take_resumption
-            read = commands.read_stream(stream, self._last_id, MAX_ENTRIES, None)
-            return [read, watch]
-        self._take = self._take_read
-        block_ms = None if self._has_ended else self._deadline.block_ms() or None
-        return [commands.read_stream(stream, self._last_id, MAX_ENTRIES, block_ms)]
-
-    def feed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        """Return the next events. Raises JobNotFound, ResultExpired, and WaitTimeout if none has come in time."""
+    def next_events(self) -> Call[list[StreamEvent]]:
+        """Return the next events as soon as there are some; none after the terminal one. Raises JobNotFound, ResultExpired,
+        and WaitTimeout if none has come in time."""
+        self._deadline.restart()
+        events: list[StreamEvent] = []
         try:
-            events = self._take(answers)
+            while not events and not self._is_done:
+                events = yield from self._look()
         except replies.CORRUPT as error:
             raise replies.corrupt(self._job_id, self._keys.queue, error) from error
-        self._must_restart = bool(events)
         return events
 
-    def _take_late(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        again = "call stream again, `after` the last event"
-        raise self._deadline.job_error(f"no event of job {self._job_id!r} has come", answers, again)
+    def _look(self) -> Call[list[StreamEvent]]:
+        watch = commands.watch(self._keys, self._job_id)
+        if not self._has_ended and time.monotonic() >= self._watch_again_s:
+            self._take_watch((yield [watch])[0])
+        if self._is_trimmed:
+            return self._trimmed_events((yield [commands.trimmed(self._keys, self._job_id)])[0])
 
-    def _take_look(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        self._take_watch(answers)
-        self._log.note(replies.text(answers[0][0]), replies.queue_stats(answers[1]))
-        return []
+        stream = self._keys.result(self._job_id)
+        block_ms = None if self._has_ended else self._deadline.block_ms() or None
+        found = yield [commands.read_stream(stream, self._last_id, MAX_ENTRIES, block_ms)]
+        entries = replies.stream_entries(found[0])
+        if entries and self._num_tokens is None:  # after a resumption these have no offset to compare with
+            read, watched = yield [commands.read_stream(stream, self._last_id, MAX_ENTRIES, None), watch]
+            self._take_watch(watched)
+            entries = replies.stream_entries(read)
+        elif not entries and self._has_ended:
+            self._take_watch((yield [watch])[0])  # has the stream ended, or has it expired?
+            self._is_done = True
+        elif not entries and self._deadline.block_ms():
+            watched, stats = yield [watch, commands.stats(self._keys)]
+            self._take_watch(watched)
+            self._log.note(replies.text(watched[0]), replies.queue_stats(stats))
+        elif not entries:
+            again = "call stream again, `after` the last event"
+            answers = yield self._deadline.last_commands()
+            raise self._deadline.job_error(f"no event of job {self._job_id!r} has come", answers, again)
+        return self._events(entries)
 
-    def _take_watch(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        if answers[0] is None:
+    def _take_watch(self, watched: Reply) -> None:
+        if watched is None:
             raise JobNotFound(self._job_id, self._keys.queue)
-        state, _, trimmed_id, has_stream = answers[0]
+        state, _, trimmed_id, has_stream = watched
         if not has_stream:
             raise ResultExpired(self._job_id, self._keys.queue)
-        self.is_done = self._is_at_end
         self._watch_again_s = time.monotonic() + WATCH_REFRESH_S
         self._has_ended = replies.is_terminal(state)
-        self._must_fill = bool(trimmed_id) and _is_later(trimmed_id.decode(), self._last_id)
-        return []
+        self._is_trimmed = bool(trimmed_id) and _is_later(trimmed_id.decode(), self._last_id)
 
-    def _take_read(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        entries = replies.stream_entries(answers[0])
-        if not entries and not self._has_ended:
-            self._must_look = self._deadline.block_ms() > 0
-            self._is_late = not self._must_look
-        self._can_resume = self._num_tokens is None and bool(entries)
-        return [] if self._can_resume else self._take_entries(entries)
-
-    def _take_resumption(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        self._can_resume = False
-        read, watched = answers
-        self._take_watch([watched])
-        return [] if self._must_fill else self._take_entries(replies.stream_entries(read))
-
-    def _take_entries(self, entries: list[replies.Entry]) -> list[StreamEvent]:
-        events = []
+    def _events(self, entries: list[replies.Entry]) -> list[StreamEvent]:
+        """Return the events of the entries before the first gap."""
+        events: list[StreamEvent] = []
+        if self._is_trimmed:
+            return events
         for entry in entries:
             position = replies.position_of(entry)
             if self._num_tokens is not None and position > self._num_tokens:
-                self._must_fill = True  # the entries in between were trimmed since the last read
+                self._is_trimmed = True  # the entries in between were trimmed since the last read
                 break
-            events.append(self._advance(replies.stream_event(entry), position))
-        self._is_at_end = self._has_ended and not entries
+            event = replies.stream_event(entry)
+            events.append(event)
+            self._last_id = event.id
+            self._num_tokens = position + len(event.token_ids)
+            if self._read is not None:
+                self._read[event.index] = self._read.get(event.index, _Read()).with_event(event)
+            self._is_done = event.state is not None
         return events
 
-    def _take_trimmed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        trimmed_id, *trimmed = answers[0]
+    def _trimmed_events(self, reply: Reply) -> list[StreamEvent]:
+        trimmed_id, *trimmed = reply
         if not trimmed_id:
             raise QueueError(f"the stream of job {self._job_id!r} has lost entries; call get for its output")
-        self._must_fill = False
+        self._is_trimmed = False
         is_restart = self._read is None
         read = self._read or {}
         self._read, self._num_tokens = read, 0
@@ -191,14 +163,6 @@ class EventFollower:
         self._last_id = trimmed_id.decode()
         return [*events[:-1], *(msgspec.structs.replace(event, id=self._last_id) for event in events[-1:])]
 
-    def _advance(self, event: StreamEvent, position: int) -> StreamEvent:
-        self._last_id = event.id
-        self._num_tokens = position + len(event.token_ids)
-        if self._read is not None:
-            self._read[event.index] = self._read.get(event.index, _Read()).with_event(event)
-        self.is_done = event.state is not None
-        return event
-
 
 class CompletionFollower:
     """Finds which of many jobs have ended: it reads all states once, then follows the feed of completions.
@@ -211,7 +175,6 @@ class CompletionFollower:
         self._missing = dict.fromkeys(job_ids)
         self._num_jobs = len(self._missing)
         self._deadline = Deadline(timeout_s)
-        self._is_late = False
         self._last_id: str | None = None  # in the feed; read before the first states, so that no completion is missed
         self._unread: list[str] = []
         self._next_reread_s = 0.0
@@ -230,35 +193,27 @@ class CompletionFollower:
         self._missing.update(dict.fromkeys(job_ids))
         self._unread += job_ids
 
-    def next_commands(self) -> list[Command]:
+    def next_ended(self) -> Call[list[str]]:
+        """Return ids that have ended, none if nothing happens for some seconds. Raises JobNotFound for an unknown id, and
+        WaitTimeout."""
         if self._last_id is None:
-            return [commands.last_entry(self._keys.done)]
+            last_entry = (yield [commands.last_entry(self._keys.done)])[0]
+            self._last_id = last_entry[0][0].decode() if last_entry else START
         if not self._unread and time.monotonic() >= self._next_reread_s:
             self._unread = list(self._missing)
             self._next_reread_s = time.monotonic() + REREAD_INTERVAL_S
         if self._unread:
-            return [commands.state(self._keys, job_id) for job_id in self._unread[:MAX_STATES]]
+            states = yield [commands.state(self._keys, job_id) for job_id in self._unread[:MAX_STATES]]
+            return self._take_states(states)
         if block_ms := self._deadline.block_ms():
-            return [commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, block_ms)]
-        self._is_late = True
-        return [commands.stats(self._keys)]
-
-    def feed(self, answers: Sequence[Reply]) -> list[str]:
-        """Return the ids that have ended. Raises JobNotFound for an unknown id, and WaitTimeout."""
-        if self._is_late:
-            reason = describe_obstacle(replies.queue_stats(answers[0]), self._keys.queue)
-            num_ended = self._num_jobs - len(self._missing)
-            what = f"only {num_ended} of {self._num_jobs} jobs have ended"
-            raise self._deadline.error(what, reason, has_obstacle=reason is not None)
-        if self._last_id is None:
-            self._last_id = answers[0][0][0].decode() if answers[0] else START
-            return []
-        if self._unread:
-            return self._take_states(answers)
-        entries = replies.stream_entries(answers[0])
-        if entries:
-            self._last_id = entries[-1][0].decode()
-        return self._take_ended([fields[b"id"].decode() for _, fields in entries])
+            feed = yield [commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, block_ms)]
+            if entries := replies.stream_entries(feed[0]):
+                self._last_id = entries[-1][0].decode()
+            return self._take_ended([fields[b"id"].decode() for _, fields in entries])
+        stats = yield [commands.stats(self._keys)]
+        reason = describe_obstacle(replies.queue_stats(stats[0]), self._keys.queue)
+        what = f"only {self._num_jobs - len(self._missing)} of {self._num_jobs} jobs have ended"
+        raise self._deadline.error(what, reason, has_obstacle=reason is not None)
 
     def _take_states(self, states: Sequence[bytes | None]) -> list[str]:
         read, self._unread = self._unread[: len(states)], self._unread[len(states) :]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any, Self, TypeVar
 
 import redis
 import redis.asyncio
@@ -29,6 +29,11 @@ from millrace.results.server_errors import as_unavailable, is_of_replica, is_una
 
 Reply = Any
 """What redis-py returns under RESP2: bytes, int, None or nested lists."""
+
+T = TypeVar("T")
+Call = Generator[list[Command], list[Reply], T]
+"""A call of several round trips, which sync and async clients share: it yields the commands of one round trip, receives
+their replies, and returns its result."""
 
 _REPLY_OFF, _REPLY_ON = ("CLIENT", "REPLY", "OFF"), ("CLIENT", "REPLY", "ON")
 

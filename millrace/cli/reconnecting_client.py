@@ -78,8 +78,7 @@ class ReconnectingClient(Client):
                 is_full = bool(waiting)
             check()
             if not follower.is_done:
-                ended = follower.feed(self._transport.send_many(follower.next_commands()))
-                for some in batched(ended, READ_JOBS):
+                for some in batched(self._run(follower.next_ended()), READ_JOBS):
                     for ended_job in self._run(get_many(self._keys, some)):
                         job_id = first_ids.pop(ended_job.id)
                         if ended_job.redriven_as:

@@ -15,7 +15,7 @@ from millrace.results.job import StreamEvent
 from millrace.results.messages import ClaimedJob, Event, JobError, Signal, ToolCall, Usage
 from millrace.results.queue import JobQueue
 from millrace.results.reader import MAX_ENTRIES, EventFollower
-from millrace.results.transport import Transport
+from millrace.results.transport import Call, Reply, Transport
 from tests.processes import wait_until
 from tests.results.chats import show_chat
 from tests.results.engines import Engine
@@ -29,6 +29,19 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def text_of(events: list[StreamEvent]) -> str:
     return "".join(event.text for event in events)
+
+
+def result_of(
+    call: Call[list[StreamEvent]], transport: Transport, answers: list[Reply] | None = None
+) -> list[StreamEvent]:
+    """Run a call, which has been started where `answers` are given."""
+    try:
+        to_send = call.send(answers) if answers else next(call)
+        while True:
+            to_send = call.send(transport.send_many(to_send))
+    except StopIteration as end:
+        events: list[StreamEvent] = end.value
+        return events
 
 
 def run(engine: Engine, num_events: int) -> str:
@@ -316,13 +329,14 @@ def test_what_a_stream_loses_while_a_reader_resumes_is_told(
     place = next(client.stream(job_id)).id
     transport = Transport(redis_client)
     follower = EventFollower(engine.queue.keys, job_id, place)
-    assert follower.feed(transport.send_many(follower.next_commands())) == [], "a look at what has been trimmed so far"
+    call = follower.next_events()
+    watched = transport.send_many(next(call))  # a look at what has been trimmed so far
     for i in range(1, 60):
         engine.show(claimed, i, [i], f"é{i} ")
     engine.finish(claimed)
-    events: list[StreamEvent] = []
-    while not follower.is_done:
-        events += follower.feed(transport.send_many(follower.next_commands()))
+    events = result_of(call, transport, watched)
+    while found := result_of(follower.next_events(), transport):
+        events += found
     assert events[0].is_restart
     assert text_of(events) == client.get(job_id).text
 
