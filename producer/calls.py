@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 READ_JOBS = 64
 """Jobs that are read in one round trip: each comes with its whole text."""
 CHANGED_JOBS = 500
-"""Jobs that are cancelled, or run again, in one round trip."""
+"""Jobs that are cancelled, deleted, or run again, in one round trip."""
 
 
 def batched(values: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -36,18 +36,33 @@ def batched(values: Iterable[T], size: int) -> Iterator[list[T]]:
         yield some
 
 
-def cancel_many(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, str]]:
+def change_many(
+    change: Callable[[QueueKeys, str], Command], keys: QueueKeys, job_ids: Iterable[str]
+) -> Call[dict[str, str]]:
+    """Cancel or delete jobs. Return the outcome of each, "unknown" for unknown ids."""
     outcomes: dict[str, str] = {}
     for some in batched(arguments.many_ids(job_ids), CHANGED_JOBS):
         outcomes |= dict.fromkeys(some, "unknown")
         possible = list(filter(arguments.is_job_id, some))
-        found = yield [commands.cancel(keys, job_id) for job_id in possible]
+        found = yield [change(keys, job_id) for job_id in possible]
         outcomes |= {job_id: reply.decode() for job_id, reply in zip(possible, found, strict=True) if reply}
     return outcomes
 
 
-def cancel_batch(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
-    return (yield from cancel_many(keys, (yield from _members(keys, batch))))
+def change_batch(change: Callable[[QueueKeys, str], Command], keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
+    return (yield from change_many(change, keys, (yield from _members(keys, batch))))
+
+
+def cancel_waiting(keys: QueueKeys) -> Call[dict[str, str]]:
+    outcomes: dict[str, str] = {}
+    for state in ("delayed", "queued"):  # in this order, since a delayed job may become due meanwhile
+        while True:
+            listed = replies.decode_list((yield [commands.list_jobs(keys, state, CHANGED_JOBS)])[0])
+            new = [job_id for job_id in listed if job_id not in outcomes]
+            if not new:
+                break
+            outcomes |= yield from change_many(commands.cancel, keys, new)
+    return outcomes
 
 
 def _members(keys: QueueKeys, batch: str) -> Call[list[str]]:

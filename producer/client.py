@@ -110,11 +110,32 @@ class Client:
 
     def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
         """Cancel jobs. Return by id what `cancel` returns, and "unknown" for unknown ids."""
-        return self._run(calls.cancel_many(self._keys, job_ids))
+        return self._run(calls.change_many(commands.cancel, self._keys, job_ids))
 
     def cancel_batch(self, batch: str) -> dict[str, str]:
         """Cancel every job of a batch. Return what `cancel_many` returns. Raises BatchNotFound."""
-        return self._run(calls.cancel_batch(self._keys, batch))
+        return self._run(calls.change_batch(commands.cancel, self._keys, batch))
+
+    def cancel_waiting(self) -> dict[str, str]:
+        """Cancel every job of the queue that waits, of all tenants; running jobs continue. Return what `cancel_many`
+        returns."""
+        return self._run(calls.cancel_waiting(self._keys))
+
+    def delete(self, job_id: str) -> None:
+        """Delete a job that has ended: its request, its output and its record, which `result_ttl_ms` and `record_ttl_ms`
+        would keep for a while. What was counted stays counted. Raises JobNotFound, and QueueError if the job has not ended.
+        """
+        reply = self._transport.send(commands.delete(self._keys, arguments.job_id(self._keys, job_id)))
+        replies.check_deleted(job_id, self._keys.queue, reply)
+
+    def delete_many(self, job_ids: Iterable[str]) -> dict[str, str]:
+        """Delete jobs that have ended. Return by id "deleted", "unknown", or the state of a job that stays, since it has not
+        ended."""
+        return self._run(calls.change_many(commands.delete, self._keys, job_ids))
+
+    def delete_batch(self, batch: str) -> dict[str, str]:
+        """Delete the jobs of a batch that have ended. Return what `delete_many` returns. Raises BatchNotFound."""
+        return self._run(calls.change_batch(commands.delete, self._keys, batch))
 
     def retry(self, job_id: str) -> str:
         """Run a failed, expired or cancelled job again. Return the id of the new job, `<id>.r<n>`.

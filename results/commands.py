@@ -56,6 +56,7 @@ def _command_of(script: str) -> Callable[[QueueKeys, str], Command]:
 
 get = _command_of("get")
 cancel = _command_of("cancel")
+delete = _command_of("delete")
 redrive = _command_of("redrive")
 position = _command_of("position")
 trimmed = _command_of("trimmed")

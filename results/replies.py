@@ -328,6 +328,14 @@ def cancelled(job_id: str, queue: str, reply: bytes | None) -> str:
     return text(reply)
 
 
+def check_deleted(job_id: str, queue: str, reply: bytes | None) -> None:
+    """Read the outcome of the script `delete`. Raises JobNotFound, and QueueError for a job that has not ended."""
+    if reply is None:
+        raise JobNotFound(job_id, queue)
+    if reply != b"deleted":
+        raise QueueError(f"job {job_id!r} is {text(reply)}: only a job that has ended can be deleted; cancel it first")
+
+
 def all_redriven(job_ids: Sequence[str], found: Sequence[list[bytes] | None]) -> dict[str, str]:
     """Return the new id, by old id, of each job that was redriven."""
     outcomes = {job_id: decode_list(reply) for job_id, reply in zip(job_ids, found, strict=True) if reply is not None}

@@ -1,4 +1,4 @@
-"""`millrace get`, `tail`, `cancel` and `ls`."""
+"""`millrace get`, `tail`, `cancel`, `delete` and `ls`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
+from millrace.cli.exits import INVALID, NOT_FOUND, OK, OTHER, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client, open_reconnecting_client
 from millrace.cli.output import OutputPrinter, end_of, print_job, print_json, print_outputs, print_table, remark
 from millrace.cli.values import counted
@@ -39,8 +40,15 @@ def add_parsers(verbs: Verbs) -> None:
     cancel = add_verb(verbs, "cancel", "cancel queued or running jobs")
     cancel.add_argument("ids", nargs="*", metavar="id")
     cancel.add_argument("--batch", metavar="NAME", help="cancel every job of this batch")
+    cancel.add_argument("--waiting", action="store_true", help="cancel every job that waits; running jobs continue")
     add_json(cancel)
     cancel.set_defaults(run=run_cancel)
+
+    delete = add_verb(verbs, "delete", "delete jobs that have ended: their requests, outputs and records")
+    delete.add_argument("ids", nargs="*", metavar="id")
+    delete.add_argument("--batch", metavar="NAME", help="delete every job of this batch that has ended")
+    add_json(delete)
+    delete.set_defaults(run=run_delete)
 
     ls = add_verb(verbs, "ls", "list jobs: running, next to start, and last ended")
     ls.add_argument("--state", choices=_STATES, help="only jobs in this state; of the last 10,000 that ended")
@@ -106,13 +114,39 @@ def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | N
 
 
 def run_cancel(args: argparse.Namespace) -> int:
-    if bool(args.ids) == bool(args.batch):
-        raise CommandError("cancel: give either job ids or --batch", INVALID)
+    if bool(args.ids) + bool(args.batch) + args.waiting != 1:
+        raise CommandError("cancel: give either job ids, --batch or --waiting", INVALID)
     with open_client(args) as client:
-        outcomes = client.cancel_batch(args.batch) if args.batch else client.cancel_many(args.ids)
+        if args.waiting:
+            outcomes = client.cancel_waiting()
+        else:
+            outcomes = client.cancel_batch(args.batch) if args.batch else client.cancel_many(args.ids)
         stats = client.stats() if "cancelling" in outcomes.values() else None
-    from millrace import JobNotFound
     from millrace.results.waiting import describe_obstacle
+
+    status = _print_outcomes(args, outcomes)
+    if stats and stats.obstacle_of("running"):
+        remark(f"jobs that run are cancelled by the next engine: {describe_obstacle(stats, args.queue)}")
+    return status
+
+
+def run_delete(args: argparse.Namespace) -> int:
+    if bool(args.ids) == bool(args.batch):
+        raise CommandError("delete: give either job ids or --batch", INVALID)
+    with open_client(args) as client:
+        outcomes = client.delete_batch(args.batch) if args.batch else client.delete_many(args.ids)
+    status = _print_outcomes(args, outcomes)
+    if active := [job_id for job_id, outcome in outcomes.items() if outcome not in ("deleted", "unknown")]:
+        from millrace.results.errors import some_ids
+
+        remark(f"not deleted, since they have not ended; cancel them first: {some_ids(active)}")
+        return OTHER
+    return status
+
+
+def _print_outcomes(args: argparse.Namespace, outcomes: Mapping[str, str]) -> int:
+    """Print what became of each job. Return the exit status, NOT_FOUND where an id of the command line is unknown."""
+    from millrace import JobNotFound
 
     status = OK
     for job_id, outcome in outcomes.items():
@@ -123,8 +157,6 @@ def run_cancel(args: argparse.Namespace) -> int:
             print_json({"id": job_id, "outcome": outcome})
         else:
             print(f"{job_id}\t{outcome}")
-    if stats and stats.obstacle_of("running"):
-        remark(f"jobs that run are cancelled by the next engine: {describe_obstacle(stats, args.queue)}")
     return status
 
 

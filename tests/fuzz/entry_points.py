@@ -133,8 +133,8 @@ def bad_call(rng: random.Random, job_id: str) -> tuple[str, dict[str, Any]]:
         lambda: ("stream", {"job_id": anything(rng)}),
         lambda: ("stream", {"job_id": "no-such-job", "after": rng.choice([anything(rng), "18446744073709551616-0"])}),
         lambda: ("as_completed", {"job_ids": anything(rng), "timeout_s": 0}),
-        lambda: ("cancel_many", {"job_ids": anything(rng)}),
-        lambda: (rng.choice(["batch_status", "cancel_batch", "retry_batch"]), {"batch": anything(rng)}),
+        lambda: (rng.choice(["cancel_many", "delete_many"]), {"job_ids": anything(rng)}),
+        lambda: (rng.choice(["batch_status", "cancel_batch", "delete_batch", "retry_batch"]), {"batch": anything(rng)}),
         lambda: ("list_jobs", {"state": rng.choice(["failed", anything(rng)]), "limit": anything(rng)}),
         lambda: ("sleep", {"level": rng.choice([3, "1", None, True, 1.0]), "engine_id": anything(rng)}),
     ]
@@ -163,7 +163,19 @@ class Scripts(EntryPoint):
 
     name, weight = "scripts", 5
 
-    _SCRIPTS = ("submit", "cancel", "watch", "redrive", "get", "position", "batch", "list", "trimmed", "stats")
+    _SCRIPTS = (
+        "submit",
+        "cancel",
+        "delete",
+        "watch",
+        "redrive",
+        "get",
+        "position",
+        "batch",
+        "list",
+        "trimmed",
+        "stats",
+    )
 
     def __init__(self, connection: redis.Redis, queue: str) -> None:
         self._transport = Transport(connection)

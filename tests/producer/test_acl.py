@@ -80,6 +80,9 @@ def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
         assert producer.reset_prefix_cache() == [engine.id]
         assert producer.stats().sleep_levels == {engine.id: 0}
         producer.cancel_batch("b")
+        producer.cancel_waiting()
+        producer.delete(first.job_id)
+        assert "deleted" in producer.delete_batch("b").values()
         for state in ("queued", "delayed", "running", "failed"):
             reader.list_jobs(state)
         jobs.deregister(engine.id)

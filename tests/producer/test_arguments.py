@@ -20,11 +20,13 @@ JOB_VERBS: dict[str, Verb] = {
     "position": lambda client, job_id: client.position(job_id),
     "cancel": lambda client, job_id: client.cancel(job_id),
     "retry": lambda client, job_id: client.retry(job_id),
+    "delete": lambda client, job_id: client.delete(job_id),
 }
 BATCH_VERBS: dict[str, Verb] = {
     "batch_status": lambda client, batch: client.batch_status(batch),
     "cancel_batch": lambda client, batch: client.cancel_batch(batch),
     "retry_batch": lambda client, batch: client.retry_batch(batch),
+    "delete_batch": lambda client, batch: client.delete_batch(batch),
 }
 ENGINE_VERBS: dict[str, Verb] = {
     "sleep": lambda client, engine_id: client.sleep(engine_id=engine_id),

@@ -168,6 +168,7 @@ ARGUMENTS: dict[str, tuple[Call, tuple[type, ...]]] = {
     "submit_many(durability=)": (lambda client, value: client.submit_many([], durability=value), (str,)),
     "cancel(job_id=)": (lambda client, value: client.cancel(value), (str,)),
     "cancel_many(job_ids=)": (lambda client, value: client.cancel_many(value), ITERABLE),
+    "delete_many(job_ids=)": (lambda client, value: client.delete_many(value), ITERABLE),
     "cancel_batch(batch=)": (lambda client, value: client.cancel_batch(value), (str,)),
     "retry(job_id=)": (lambda client, value: client.retry(value), (str,)),
     "retry_batch(batch=)": (lambda client, value: client.retry_batch(value), (str,)),

@@ -153,8 +153,12 @@ class _Check:
             members = [member.decode() for member in self._client.lrange(self._keys.members(batch), 0, -1)]
             assert len(members) == len(set(members)), f"{batch} has a job twice"
             states = [record["state"] for record in self._records.values() if record.get("batch") == batch]
+            num_deleted = len(set(members) - self._records.keys())
             counts = {name: int(value) for name, value in self._hash("batch:" + batch).items() if name != "created"}
-            assert {state: count for state, count in counts.items() if count} == Counter(states), batch
+            deleted = Counter({state: count for state, count in counts.items() if count}) - Counter(states)
+            assert deleted.total() == num_deleted, batch  # what was counted stays counted
+            assert Counter(states) <= Counter(counts), batch
+            assert deleted.keys() <= TERMINAL_STATES, batch
             is_open = any(state in PLACES for state in states)
             assert (self._client.ttl(self._keys.prefix + "batch:" + batch) == -1) == is_open, (
                 f"{batch}: lives too long, or not enough"

@@ -206,6 +206,33 @@ def test_cancelling_says_what_became_of_each(millrace: Command) -> None:
     assert millrace("get", "a").out.startswith("a: cancelled")
 
 
+def test_all_waiting_jobs_are_cancelled_at_once(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "first")
+    engine.claim()
+    for number in range(3):
+        millrace("submit", "x", "--id", f"a{number}", "--tenant", f"t{number}")
+    millrace("submit", "x", "--id", "late", "--delay-s", "3600")
+    ran = millrace("cancel", "--waiting")
+    assert sorted(ran.out.splitlines()) == [f"{job_id}\tcancelled" for job_id in ("a0", "a1", "a2", "late")]
+    assert millrace("get", "first").out.startswith("first: running")
+    assert millrace("cancel", "--waiting", "a0").err == "millrace: cancel: give either job ids, --batch or --waiting\n"
+
+
+def test_deleting_leaves_nothing_of_a_job_that_has_ended(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a", "--batch", "night")
+    engine.finish(engine.claim()[0], "the text")
+    for job_id in ("b", "c"):
+        millrace("submit", "x", "--id", job_id, "--batch", "night")
+    assert millrace("delete", "a") == (0, "a\tdeleted\n", "")
+    assert millrace("get", "a").status == 3
+    millrace("cancel", "b")
+    ran = millrace("delete", "--batch", "night")
+    assert (ran.status, ran.out) == (1, "a\tunknown\nb\tdeleted\nc\tqueued\n")
+    assert ran.err == "millrace: not deleted, since they have not ended; cancel them first: c\n"
+    assert millrace("delete", "a", "c", "--json").json_lines() == [{"id": "c", "outcome": "queued"}]
+    assert millrace("delete").status == 2
+
+
 def test_an_unknown_job_keeps_no_other_from_being_cancelled(millrace: Command) -> None:
     millrace("submit", "x", "--id", "live")
     ran = python(*millrace.line("cancel", "nobody"), "\udcff", "live")  # \xff as a terminal sends it
@@ -217,7 +244,7 @@ def test_an_unknown_job_keeps_no_other_from_being_cancelled(millrace: Command) -
 
 
 def test_a_name_that_is_no_text_is_not_found(millrace: Command) -> None:
-    for verb in ("get", "tail", "cancel", "retry"):
+    for verb in ("get", "tail", "cancel", "delete", "retry"):
         ran = millrace(verb, "\udcff")
         assert (ran.status, ran.out) == (3, "")
         assert ran.err.startswith("millrace: no job '\\udcff' in queue ")
