@@ -23,6 +23,8 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     is_text_wanted: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the text by the request alone: no end tokens of the model."""
     include_stop: bool = False
     """Whether the text has the stop string or token that ends it."""
 
@@ -65,9 +67,13 @@ class Generation:
         return self.sequence.output_token_ids
 
     @property
-    def stop_string(self) -> str | None:
-        """The stop string that has ended the generation, None if none has."""
-        return None if self._stop is None else self._stop.string
+    def stop_reason(self) -> int | str | None:
+        """The stop string or stop token that has ended the generation, None if none has."""
+        if self._stop is not None:
+            return self._stop.string
+        if self.finish_reason == "stop" and self.token_ids and self.token_ids[-1] in self._rules.stop_token_ids:
+            return self.token_ids[-1]
+        return None
 
     def advance(self, reason: StopReason | None) -> StopReason | None:
         """Process the new tokens of the sequence. `reason` is why they are the last, None if they are not.

@@ -245,11 +245,11 @@ class LLM:
             times, failures = self._run([generation for some in candidates for generation in some], use_tqdm)
         outputs: list[RequestOutput | None] = []
         reasons = []
-        for number, (text, params, some) in enumerate(zip(texts, all_params, candidates, strict=True)):
+        for number, (text, some) in enumerate(zip(texts, candidates, strict=True)):
             reason = next((failures[each] for each in some if each in failures), None)
             request_number = next(self._request_numbers)
             if reason is None:
-                outputs.append(output_of(request_number, text, params, some, arrival_s, times))
+                outputs.append(output_of(request_number, text, some, arrival_s, times))
             else:
                 outputs.append(None)
                 reasons.append(f"{reason} (prompt number {number})")

@@ -8,7 +8,6 @@ import msgspec
 
 from millrace.engine_service.errors import EngineError
 from millrace.engine_service.generation import Generation
-from millrace.producer import SamplingParams
 from millrace.results.job import CompletionOutput
 from millrace.results.logprobs import TokenLogprobs, as_logprobs, cumulative
 
@@ -73,7 +72,6 @@ class GenerationFailed(EngineError):
 def output_of(
     number: int,
     prompt: str | None,
-    params: SamplingParams,
     candidates: list[Generation],
     arrival_s: float,
     times: Mapping[Generation, Times],
@@ -86,7 +84,7 @@ def output_of(
         request_id=str(number),
         prompt=prompt,
         prompt_token_ids=first.prompt_token_ids,
-        outputs=[_completion(index, generation, params) for index, generation in enumerate(candidates)],
+        outputs=[_completion(index, generation) for index, generation in enumerate(candidates)],
         num_cached_tokens=first.num_cached_tokens or 0,
         prompt_logprobs=prompt_logprobs,
         metrics=RequestMetrics(
@@ -99,12 +97,9 @@ def output_of(
     )
 
 
-def _completion(index: int, generation: Generation, params: SamplingParams) -> CompletionOutput:
+def _completion(index: int, generation: Generation) -> CompletionOutput:
     text, reason, token_ids = generation.final_text(), generation.finish_reason, generation.token_ids
     assert reason is not None
-    stop_reason: int | str | None = generation.stop_string
-    if reason == "stop" and stop_reason is None and token_ids and token_ids[-1] in params.stop_token_ids:
-        stop_reason = token_ids[-1]
     logprobs = None
     if generation.sequence.logprobs is not None:
         logprobs = [as_logprobs(generation.entries(number)) for number in range(len(token_ids))]
@@ -113,7 +108,7 @@ def _completion(index: int, generation: Generation, params: SamplingParams) -> C
         text=text,
         token_ids=token_ids,
         finish_reason=reason,
-        stop_reason=stop_reason,
+        stop_reason=generation.stop_reason,
         logprobs=logprobs,
         cumulative_logprob=None if logprobs is None else cumulative(logprobs),
     )

@@ -45,6 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's and vLLM's APIs without an equal here, and the values with which they change nothing. null changes
 nothing in any field."""
+_INSTEAD = {"echo": "for the log-probabilities of a prompt use prompt_logprobs"}
 _WITHOUT_EFFECT = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
 )
@@ -127,7 +128,8 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
         elif name in _REQUEST_NAMES or (is_chat and name in CHAT_FIELDS):
             fields[name] = value
         elif name in _NEUTRAL:
-            raise InvalidRequest(name, f"is not supported with the value {shown(value)}; leave it out")
+            instead = _INSTEAD.get(name, "leave it out")
+            raise InvalidRequest(name, f"is not supported with the value {shown(value)}; {instead}")
         else:
             known = (*_SAMPLING_NAMES, *_REQUEST_NAMES, text_field, *((*CHAT_FIELDS, *_ALIASES) if is_chat else ()))
             raise InvalidRequest(name, f"is not supported by {url}; {remedy(name, known)}")
@@ -232,6 +234,7 @@ def _result(call: Call, job: Job) -> dict[str, Any]:
         if output.logprobs is not None and call.num_top is not None:
             logprobs = (_chat_tokens if is_chat else _completion_tokens)(output.logprobs, call.num_top)
         choice: dict[str, Any] = {"index": output.index, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        choice["stop_reason"] = output.stop_reason
         if is_chat:
             choice["message"] = _message(output)
             if output.tool_calls and output.finish_reason == "stop":
@@ -284,11 +287,15 @@ def _chat_tokens(tokens: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
 def _completion_tokens(tokens: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
     own = [next(iter(token.items())) for token in tokens]
     texts = [_text_of(*each) for each in own]
-    top = [{_text_of(*each): each[1].logprob for each in reversed(_most_likely(token, num_top))} for token in tokens]
+    # As in vLLM, the token itself is there too. Of tokens with one text it counts, else the most likely one.
+    top = [
+        {_text_of(*each): each[1].logprob for each in [*reversed(_most_likely(token, num_top)), own[i]]}
+        for i, token in enumerate(tokens)
+    ]
     return {
         "tokens": texts,
         "token_logprobs": [one.logprob for _, one in own],
-        "top_logprobs": top if num_top else None,
+        "top_logprobs": top,
         "text_offset": [0, *itertools.accumulate(map(len, texts))][: len(texts)],
     }
 

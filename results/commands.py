@@ -171,7 +171,8 @@ def write(keys: QueueKeys, item: Write) -> Command:
                 events += (_suffix(event.index), *shown, *details)
             retryable = "1" if item.is_retryable else ""
             age_ms = "" if item.first_token_age_ms is None else item.first_token_age_ms
-            end = (item.state, reasons, *usage, error, retryable, age_ms, _json(item.prompt_logprobs))
+            stops = _encode_json(item.stop_reasons) if item.stop_reasons else b""
+            end = (item.state, reasons, *usage, error, retryable, age_ms, _json(item.prompt_logprobs), stops)
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)
         case Release():
             outputs = [value for one in item.outputs for value in (*_output_arguments(one), _json(one.logprobs))]

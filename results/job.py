@@ -103,7 +103,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     finish_reason: str | None
     """None while the job is not done."""
     stop_reason: int | str | None = None
-    """Only of `LLM`: the stop string, or the id in `stop_token_ids`, at which the text ended."""
+    """The stop string, or the id in `stop_token_ids`, at which the text ended. None if it ended otherwise, also at an end
+    token of the model."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `token_ids`. None if the request wants none."""
     cumulative_logprob: float | None = None

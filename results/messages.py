@@ -212,6 +212,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Event] = []
     finish_reasons: list[EndReason] = []
     """Reason of each candidate, if there are several."""
+    stop_reasons: list[int | str | None] = []
+    """Of each candidate the stop string or the stop token at which it ended, if any has ended at one."""
     error: JobError | None = None
     is_retryable: bool = False
     first_token_age_ms: int | None = None

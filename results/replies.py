@@ -26,6 +26,7 @@ _decode_error = msgspec.json.Decoder(JobError).decode
 _decode_chat = msgspec.json.Decoder(ChatOutput).decode
 _decode_meta = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_token_ids = msgspec.json.Decoder(list[int]).decode
+_decode_stop_reasons = msgspec.json.Decoder(list[int | str | None]).decode
 
 Entry = tuple[bytes, Any]
 """A stream entry: its id and its fields, flat from a script, a dict from XREAD."""
@@ -183,7 +184,8 @@ def _job(job_id: str, reply: list[Any]) -> Job:
     reason, error = terminal.get(b"reason"), terminal.get(b"error")
     finish_reason = reason.decode() if reason else None
     reasons = terminal[b"reasons"].decode().split() if b"reasons" in terminal else [finish_reason] * len(found)
-    outputs = [_completion(index, one, reasons[index]) for index, one in enumerate(found)]
+    stops = _decode_stop_reasons(terminal[b"stop_reasons"]) if b"stop_reasons" in terminal else [None] * len(found)
+    outputs = [_completion(index, one, reasons[index], stops[index]) for index, one in enumerate(found)]
     return Job(
         id=job_id,
         state=state.decode(),
@@ -257,13 +259,16 @@ def _parts(fields: Mapping[bytes, bytes], text: str) -> ChatOutput:
     return _decode_chat(fields[b"chat"]) if b"chat" in fields else ChatOutput(content=text)
 
 
-def _completion(index: int, output: Output, finish_reason: str | None) -> CompletionOutput:
+def _completion(
+    index: int, output: Output, finish_reason: str | None, stop_reason: int | str | None
+) -> CompletionOutput:
     parts = output.parts()
     return CompletionOutput(
         index=index,
         text=output.text(),
         token_ids=output.token_ids,
         finish_reason=finish_reason,
+        stop_reason=stop_reason,
         content=parts.content,
         reasoning=parts.reasoning,
         tool_calls=parts.tool_calls,

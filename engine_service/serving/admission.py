@@ -184,7 +184,7 @@ class Admission:
         eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids
         stop_rules = self._stop_rules(sampling, len(prompt_token_ids), end_token_ids)
-        text_rules = self._text_rules(sampling)
+        text_rules = self._text_rules(sampling, frozenset(sampling.stop_token_ids) - eos_token_ids)
         row_sampling = self._row_sampling(sampling, drawn_seed, is_quick)
 
         def make(candidate: int, output: list[int], known: list[bytes]) -> Generation:
@@ -289,7 +289,7 @@ class Admission:
             max_tokens = min(max_tokens, sampling.max_tokens)
         return StopRules(max_tokens=max_tokens, min_tokens=sampling.min_tokens, end_token_ids=end_token_ids)
 
-    def _text_rules(self, sampling: SamplingParams) -> TextRules:
+    def _text_rules(self, sampling: SamplingParams, stop_token_ids: frozenset[int]) -> TextRules:
         if self._tokenizer is None and sampling.stop:
             raise InvalidRequest("stop", "the engine's model has no tokenizer; use stop_token_ids")
         return TextRules(
@@ -297,6 +297,7 @@ class Admission:
             is_text_wanted=sampling.detokenize and self._tokenizer is not None,
             skip_special_tokens=sampling.skip_special_tokens,
             spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            stop_token_ids=stop_token_ids,
             include_stop=sampling.include_stop_str_in_output,
         )
 

@@ -141,6 +141,7 @@ class Output:
             cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
         )
         reasons: list[EndReason] = [generation.finish_reason or reason for generation in generations]
+        stop_reasons = [generation.stop_reason for generation in generations]
         self._put(
             Finish(
                 job_id=job.job_id,
@@ -152,6 +153,7 @@ class Output:
                 first_token_age_ms=job.first_token_age_ms(),
                 prompt_logprobs=_prompt_logprobs(job) if state != "failed" else None,
                 finish_reasons=reasons if len(reasons) > 1 else [],
+                stop_reasons=[] if all(each is None for each in stop_reasons) else stop_reasons,
                 error=error,
             )
         )

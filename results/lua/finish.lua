@@ -4,6 +4,7 @@
 -- ARGV  1 job id, 2 lease, 3 state, 4 finish reason; with several candidates also that of each one, separated by spaces,
 --       5 prompt tokens, 6 completion tokens, 7 cached tokens, 8 the error (JSON) or "", 9 "1" when the failure is
 --       retryable or "", 10 how many ms ago the first token came or "", 11 the log-probabilities of the prompt (JSON) or "",
+--       12 of each candidate the stop string or stop token at which it ended, or null (JSON list), or "" for none,
 --       then for each candidate with output to show 7 values: "" for the only candidate of a job, ":<index>" for one of
 --       several, offset, number of tokens, token ids (JSON), text, log-probabilities (JSON) or "", what it adds to the parts of
 --       a chat (JSON) or ""; the last candidate may leave out the last two
@@ -42,11 +43,11 @@ if state == 'failed' and ARGV[9] == '1' then
     return 'retrying'
   end
 end
-for i = 12, #ARGV > 18 and #ARGV or 0, 7 do  -- of several events none is written when one would leave a gap
+for i = 13, #ARGV > 19 and #ARGV or 0, 7 do  -- of several events none is written when one would leave a gap
   local own = record(id, 'published' .. ARGV[i])[1]
   if tonumber(ARGV[i + 1]) > whole_number(own, 0) then return refuse_stale_write() end
 end
-for i = 12, #ARGV, 7 do
+for i = 13, #ARGV, 7 do
   known[1], known.changes =
     publish(id, known[1], ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6])
   if not known[1] then return refuse_stale_write() end
@@ -65,5 +66,6 @@ if space then
   details[#details + 1], details[#details + 2] = 'reasons', string.sub(reason, space + 1)
   reason = string.sub(reason, 1, space - 1)
 end
+if ARGV[12] ~= '' then details[#details + 1], details[#details + 2] = 'stop_reasons', ARGV[12] end
 end_job(id, state, reason, known, unpack(details))
 return 'ok'

@@ -119,6 +119,10 @@ def test_stop_strings_end_the_text_and_never_show_in_a_stream(client: Client) ->
     assert job.finish_reason == "stop"
     assert streamed == job.text
     assert job.text.endswith("11, ")
+    assert job.outputs[0].stop_reason == "12,"
+    last = job.outputs[0].token_ids[2]
+    by_token = client.submit(prompt="Count from 1 to 40:", max_tokens=9, temperature=0.0, stop_token_ids=[last], n=1)
+    assert client.wait(by_token, LIMIT_S).outputs[0].stop_reason == last
 
 
 def test_max_tokens_and_the_context_end_a_job_as_length(client: Client) -> None:

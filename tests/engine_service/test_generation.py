@@ -43,7 +43,7 @@ def test_a_stop_string_is_kept_where_that_was_requested(include_stop: bool, text
     one = generation(tokenizer, TextRules(stop=("two", "wo t"), include_stop=include_stop))
     token_ids = tokenizer.encode("one two three", add_special_tokens=False)
     assert run(one, token_ids, "length") == (text, text)
-    assert (one.finish_reason, one.stop_string) == ("stop", "two")
+    assert (one.finish_reason, one.stop_reason) == ("stop", "two")
 
 
 def test_a_text_that_keeps_its_stop_string_is_shown_without_delay() -> None:
@@ -85,7 +85,7 @@ def spaced(tmp_path: Path) -> Tokenizer:
     ],
 )
 def test_spaces_between_special_tokens(
-    spaced: Tokenizer, fields: dict[str, bool], text: str, stop: tuple[str, ...]
+    spaced: Tokenizer, fields: dict[str, Any], text: str, stop: tuple[str, ...]
 ) -> None:
     one = generation(spaced, TextRules(stop=stop, **fields))
     shown, final = run(one, [0, 3, 4, 3, 1, 4], "length")

@@ -631,3 +631,8 @@ def test_an_output_says_when_it_was_computed_and_what_has_ended_it(llm: LLM) -> 
     token_id = plain.outputs[0].token_ids[1]
     (by_token,) = llm.generate(["3 + 4 ="], msgspec.structs.replace(params, stop_token_ids=[token_id]), use_tqdm=False)
     assert (by_token.outputs[0].finish_reason, by_token.outputs[0].stop_reason) == ("stop", token_id)
+    (to_the_end,) = llm.generate(["3 + 4 ="], SamplingParams(temperature=0, max_tokens=99), use_tqdm=False)
+    eos = to_the_end.outputs[0].token_ids[-1]
+    both = SamplingParams(temperature=0, max_tokens=99, stop_token_ids=[eos])
+    (at_the_end,) = llm.generate(["3 + 4 ="], both, use_tqdm=False)
+    assert (at_the_end.outputs[0].finish_reason, at_the_end.outputs[0].stop_reason) == ("stop", None), "as in vLLM"

@@ -175,7 +175,7 @@ def test_the_stop_string_counts_that_is_complete_first_and_of_equals_the_first_o
 ) -> None:
     one = generation(tokenizer, stop=stops)
     assert feed(one, tokenizer.encode("a long text")) == "stop"
-    assert (one.final_text(), one.stop_string) == (text, stop_string)
+    assert (one.final_text(), one.stop_reason) == (text, stop_string)
 
 
 def plain_search(

@@ -277,7 +277,8 @@ def test_an_answer_with_everything_is_read_by_openais_types() -> None:
     assert [each.id for each in first.message.tool_calls] == ["call_1"]
     assert first.message.model_extra == {"reasoning": "Hm", "reasoning_content": "Hm"}
     assert (second.message.content, second.message.tool_calls, second.message.model_extra) == ("t1", None, {})
-    assert all(choice.logprobs is not None and not choice.model_extra for choice in (first, second))
+    assert all(choice.logprobs is not None for choice in (first, second))
+    assert [choice.model_extra for choice in (first, second)] == [{"stop_reason": None}, {"stop_reason": None}]
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None
     assert completion.usage.prompt_tokens_details.cached_tokens == 4
@@ -292,11 +293,22 @@ def test_log_probabilities_of_a_completion_have_openais_older_form() -> None:
     assert body["choices"][0]["logprobs"] == {
         "tokens": [" h", "", "é"],
         "token_logprobs": [-0.5, -4.0, -0.75],
-        "top_logprobs": [{" h": -0.5, "é": -1.5}, {" h": -0.25, "é": -2.0}, {"é": -0.75, "": -9999.0}],
+        "top_logprobs": [{" h": -0.5, "é": -1.5}, {" h": -0.25, "é": -2.0, "": -4.0}, {"é": -0.75, "": -9999.0}],
         "text_offset": [0, 2, 2],
     }
     assert body["choices"][0]["prompt_logprobs"] == [None, *SCORED]
     Completion.model_validate_json(msgspec.json.encode(body), strict=True)
+    alone, _ = parse_line(line(COMPLETIONS, {"prompt": "p", "logprobs": 0}))
+    (choice,) = ended_line("r-1", alone, ended(logprobs=SCORED))["response"]["body"]["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{" h": -0.5}, {"": -4.0}, {"é": -0.75}], "as in vLLM"
+
+
+def test_an_answer_says_at_what_it_stopped() -> None:
+    job = ended()
+    stopped = msgspec.structs.replace(job, outputs=[msgspec.structs.replace(job.outputs[0], stop_reason="\n")])
+    for url in (CHAT, COMPLETIONS):
+        (choice,) = ended_line("r-1", known(url), stopped)["response"]["body"]["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "\n")
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ def finish_of(
     error: JobError | None = None,
     is_retryable: bool = False,
     reasons: Sequence[EndReason] = (),
+    stop_reasons: Sequence[int | str | None] = (),
 ) -> Finish:
     """`reasons`: of each candidate, where there are several."""
     shown = [event for event in events if event is not None]
@@ -186,6 +187,7 @@ def finish_of(
         usage=usage or Usage(prompt_tokens=2, completion_tokens=sum(len(event.token_ids) for event in shown)),
         events=shown,
         finish_reasons=list(reasons),
+        stop_reasons=list(stop_reasons),
         error=error,
         is_retryable=is_retryable,
     )

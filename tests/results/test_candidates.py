@@ -32,12 +32,22 @@ def test_each_candidate_has_its_own_output_and_its_own_end(queue: FullQueue, eng
     assert [one.finish_reason for one in job.outputs] == [None, None, None]
     ends = [Event(offset=1, token_ids=[2], text="z", index=2), Event(offset=0, token_ids=[9, 9], text="v", index=1)]
     usage = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=4)
-    assert engine.finish(claimed, *ends, reason="length", reasons=["length", "stop", "length"], usage=usage) == "ok"
+    assert (
+        engine.finish(
+            claimed,
+            *ends,
+            reason="length",
+            reasons=["length", "stop", "length"],
+            usage=usage,
+            stop_reasons=[None, 9, "\n"],
+        )
+        == "ok"
+    )
     job = queue.get("a")
     assert job.outputs == [
         CompletionOutput(index=0, text="xxx", token_ids=[1, 2, 3], finish_reason="length", content="xxx"),
-        CompletionOutput(index=1, text="v", token_ids=[9, 9], finish_reason="stop", content="v"),
-        CompletionOutput(index=2, text="yz", token_ids=[1, 2], finish_reason="length", content="yz"),
+        CompletionOutput(index=1, text="v", token_ids=[9, 9], finish_reason="stop", stop_reason=9, content="v"),
+        CompletionOutput(index=2, text="yz", token_ids=[1, 2], finish_reason="length", stop_reason="\n", content="yz"),
     ]
     assert (job.finish_reason, job.usage) == ("length", usage)
     assert queue.stats().generated_tokens == 7

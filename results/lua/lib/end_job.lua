@@ -16,7 +16,8 @@ local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta'
 
 -- Ends a job that the caller has removed from ready, delayed or leases. `known` are the END_FIELDS where the caller has read
 -- them, else nil; with them come `settings`, the two times, and `changes`, more fields of the record to set, or nil. `...` are
--- more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, error, first_token, prompt_logprobs, reasons.
+-- more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, error, first_token, prompt_logprobs, reasons,
+-- stop_reasons.
 local function end_job(id, state, reason, known, ...)
   local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint, n =
     unpack(known or record(id, unpack(END_FIELDS)))
