@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import ssl
+import sys
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -86,9 +87,23 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
     retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 0 if blocking else NUM_RETRIES, _RETRIED)
     try:
         options = {**_OPTIONS, **({"connection_class": _TlsConnection} if _is_tls(resolved) else {})}
-        return _with_a_host(redis.Redis.from_url(resolved, retry=retry, **_options_for(resolved, options)))
+        pool = _Pool.from_url(resolved, retry=retry, **_options_for(resolved, options))
+        return _with_a_host(redis.Redis.from_pool(pool))
     except _INVALID_OPTIONS as error:
         raise _bad_url(resolved, error) from error
+
+
+class _Pool(redis.ConnectionPool):
+    """Closes a connection that an exception of a signal handler, such as Ctrl-C, has left between a command and its reply: the
+    next caller would take that for its own. redis-py does so only while it reads or writes."""
+
+    def release(self, connection: Any) -> None:
+        error = sys.exception()
+        # Where the exception is that of a caller who handles it, its traceback begins outside redis-py.
+        passed = error.__traceback__.tb_frame.f_globals.get("__name__", "") if error and error.__traceback__ else ""
+        if passed.startswith("redis.") and not isinstance(error, redis.RedisError):
+            connection.disconnect()
+        super().release(connection)
 
 
 def connect_async(url: str | None = None) -> redis.asyncio.Redis:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from millrace import AsyncClient, Client, RedisUnavailable
+from millrace import AsyncClient, Client, RedisUnavailable, WaitTimeout
 from millrace.results import connection, connection_cache
 from millrace.results.connection import connect
 from millrace.results.messages import EngineId
@@ -207,3 +208,29 @@ def test_the_reply_to_an_interrupted_call_is_nobody_elses(client: Client, redis_
         signal.signal(signal.SIGALRM, before)
     assert client.submit("a prompt", job_id="new") == "new"
     assert client.get("known").state in ("cancelled", "queued")
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_after_an_interrupt_between_a_command_and_its_reply_the_next_call_has_its_own_reply(
+    client: Client, queue: FullQueue, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A signal may come anywhere; here it comes before the reading of each of the first replies of a `wait`."""
+    ended = client.submit("x", job_id="ended")
+    client.cancel(ended)
+    client.submit("x", job_id="waits")
+    num_reads = itertools.count(1)
+    read_response = redis.connection.AbstractConnection.read_response
+
+    def interrupted(connection: Any, *arguments: Any, **options: Any) -> Any:
+        if next(num_reads) == number:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return read_response(connection, *arguments, **options)
+
+    monkeypatch.setattr(redis.connection.AbstractConnection, "read_response", interrupted)
+    with pytest.raises((KeyboardInterrupt, WaitTimeout)):
+        client.wait("waits", 0.3)
+    monkeypatch.undo()
+    assert client.get(ended).state == "cancelled"
+    assert client.stats().queued == 1
+    assert [job.id for job in client.list_jobs("queued")] == ["waits"]
