@@ -94,8 +94,8 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
 
 
 class _Pool(redis.ConnectionPool):
-    """Closes a connection that an exception of a signal handler, such as Ctrl-C, has left between a command and its reply: the
-    next caller would take that for its own. redis-py does so only while it reads or writes."""
+    """Closes a connection that the exception of a signal handler, such as Ctrl-C, has left between a command and its reply:
+    the next caller would take that for its own. redis-py does so only while it reads or writes."""
 
     def release(self, connection: Any) -> None:
         error = sys.exception()
