@@ -7,6 +7,7 @@ ends when the engine closes the socket.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import socket
@@ -15,6 +16,8 @@ import subprocess
 import sys
 
 import msgspec
+
+from millrace.executor.environment import without_secrets
 
 _LENGTH = struct.Struct("<I")
 
@@ -30,7 +33,9 @@ class ChildProcess:
         with theirs:
             fd = theirs.fileno()
             command = [sys.executable, "-P", "-m", module, str(fd)]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd])
+            # Its input is hostile, so a bug in a parser must not reach the engine's logins.
+            environment = without_secrets(os.environ)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[fd])
         send(self._channel, first)
 
     @property

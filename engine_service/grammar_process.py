@@ -8,9 +8,11 @@ A grammar that takes too much ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import resource
 import signal
 import time
 from typing import Any
@@ -33,6 +35,7 @@ from millrace.producer.structured import StructuredOutputs
 LIMIT_S = 2.0
 """CPU time for one grammar. Usual ones need less than 50 ms."""
 MAX_MEMORY_BYTES = 2 * 1024**3
+MAX_STACK_BYTES = 16 * 1024**2
 _NUM_TRIAL_TOKENS = 400
 _TRIAL_S = 0.5
 """CPU time of a trial."""
@@ -85,6 +88,13 @@ class Checked(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
+def _limit_stack(num_bytes: int) -> None:
+    """A form that needs more ends this process, and no worker: `ulimit -s` may allow any stack here, but not in a thread."""
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    with contextlib.suppress(ValueError, OSError):  # as in limit_memory
+        resource.setrlimit(resource.RLIMIT_STACK, (num_bytes if most < 0 else min(num_bytes, most), most))
+
+
 def main() -> None:
     channel = open_channel()
     if (raw := receive(channel)) is None:
@@ -100,6 +110,7 @@ def main() -> None:
             send(channel, refused)
         return
     limit_memory(MAX_MEMORY_BYTES)
+    _limit_stack(MAX_STACK_BYTES)
     decoder = msgspec.json.Decoder(StructuredOutputs)
     while (raw := receive(channel)) is not None:
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # its signal ends the process

@@ -13,12 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import uuid
+import re
+import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -29,6 +33,17 @@ KEEP_ALIVE_S = 15.0
 """Proxies close a connection on which nothing comes for a minute or less."""
 GRACE_S = 10.0
 """How long a job runs without a reader, such as while a page is loaded again."""
+MAX_BODY_BYTES = 64 * 1024
+OUR_ID = re.compile(r"web-[0-9a-f]{32}")
+"""The ids that this application gives. They cannot be guessed, so whoever has one got it from `submit`."""
+
+
+class Question(msgspec.Struct):
+    """What a browser may choose. Other fields, such as tenant and priority, are dropped."""
+
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
 
 
 class Readers:
@@ -76,21 +91,43 @@ async def page(request: Request) -> Response:
 
 
 async def submit(request: Request) -> Response:
-    job_id = uuid.uuid4().hex
-    request.app.state.readers.leave(job_id)  # if the submission is cut off, the job may be in the queue
+    readers, job_id = request.app.state.readers, f"web-{secrets.token_hex(16)}"
     try:
-        await request.app.state.client.submit(**{**await request.json(), "stream": True, "job_id": job_id})
+        question = await read_question(request)
+    except HTTPException as error:
+        return JSONResponse({"error": error.detail}, error.status_code)
+    readers.leave(job_id)  # if the submission is cut off, the job may be in the queue
+    try:
+        fields = msgspec.structs.asdict(question)
+        await readers.client.submit(**fields, tenant="web", stream=True, job_id=job_id)
     except RedisUnavailable as error:
         return JSONResponse({"error": str(error)}, 503)
-    except (QueueFull, InvalidRequest, ValueError, TypeError) as error:
-        request.app.state.readers.end(job_id)
+    except (QueueFull, InvalidRequest) as error:
+        readers.end(job_id)
         return JSONResponse({"error": str(error)}, 429 if isinstance(error, QueueFull) else 400)
     return JSONResponse({"id": job_id}, 201)
 
 
+async def read_question(request: Request) -> Question:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the content type must be application/json")  # pages of other sites can send others
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body, type=Question)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, str(error)) from error
+
+
 async def stop(request: Request) -> Response:
+    job_id = request.path_params["job_id"]
+    if not OUR_ID.fullmatch(job_id):
+        return Response(status_code=404)
     with contextlib.suppress(JobNotFound):
-        await request.app.state.client.cancel(request.path_params["job_id"])
+        await request.app.state.client.cancel(job_id)
     return Response(status_code=204)  # the stream ends with the state "cancelled"
 
 
@@ -101,6 +138,9 @@ async def events(request: Request) -> Response:
 
 
 async def read(readers: Readers, job_id: str, after: str | None) -> AsyncGenerator[str]:
+    if not OUR_ID.fullmatch(job_id):
+        yield 'event: gone\ndata: "unknown job"\n\n'
+        return
     readers.enter(job_id)
     has_ended = False
     try:

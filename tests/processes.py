@@ -53,6 +53,12 @@ def all_children_of(pid: int) -> list[int]:
     return found
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the variables with which a process was started."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries) if name}
+
+
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command `python -P -m MODULE ...`."""
     return [sys.executable, "-P", "-m", module, *arguments]

@@ -10,6 +10,8 @@ Shapes: N rows of a step with a grammar, B = ceil(V / 32) * 4 bytes of a mask fo
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +28,14 @@ MAX_LEXER_STATES = 50_000
 """Limit for one grammar. A state takes 1 to 2 KiB of memory."""
 _MIN_TOKENS_BETWEEN = 8
 """A sequence that uses up its lexer within fewer tokens fails: to compile again for it would slow down all others."""
+SLOW_MASKS_S = 0.02
+"""Where the masks of a step take longer, those of the next step are computed one by one, and timed."""
+MASK_S = 0.002
+"""Time of a core for a token and the mask behind it. What a grammar takes beyond that, in all its rows, adds up."""
+MAX_EXCESS_S = 1.0
+"""Where it reaches this sum, the sequences of the grammar fail: all sequences of a step wait for its masks."""
+STACK_BYTES = 32 * 1024**2
+"""Stack of the threads. Twice that of the process in which the engine checks grammars: what passes there passes here."""
 _MAX_THREADS = 8
 _MAX_REASON_CHARS = 200
 _NO_DETAILS = "<non-verbose/>"
@@ -41,6 +51,12 @@ class CompiledGrammar:
     def __init__(self, compiled: Future[LLMatcher], compile_again: Callable[[], LLMatcher]) -> None:
         self._compiled = compiled
         self._compile_again = compile_again
+        self._excess_s = 0.0
+
+    def add_work(self, seconds: float) -> bool:
+        """Count the time of a token and its mask. Return whether it is one too many of those that take long."""
+        self._excess_s = max(0.0, self._excess_s + seconds - MASK_S)
+        return seconds > MASK_S and self._excess_s > MAX_EXCESS_S
 
     @cached_property
     def original(self) -> LLMatcher:
@@ -66,14 +82,21 @@ class GrammarState:
         self._allowed_bits = None if settings.allowed_token_ids is None else _bits(settings.allowed_token_ids)
         self._bad_bits = _bits([word[-1] for word in settings.bad_words]) if settings.bad_words else None
         self._has_failed = False
+        self.consumed_s = 0.0
+        """Time of a core for the last token."""
+        self.takes_too_much = False
+        """Whether the sequence fails because its masks take too long. Not all ranks may find this, so all of them draw its
+        token, and the rank that returns the tokens leaves it out."""
         self.reason: str | None = None
-        """Why the row has no token, if it has none. Set with the mask of the step."""
+        """Why the mask of the step allows no token, if it allows none."""
 
     def consume(self, token_id: int) -> None:
         """Consume a sampled token. The next step reports one that is not allowed. After `NO_TOKEN` there is no next step."""
         if token_id != NO_TOKEN:
+            began_s = time.thread_time()
             self._matcher.consume_token(token_id)
             self._output.append(token_id)
+            self.consumed_s = time.thread_time() - began_s
 
     def matcher(self) -> LLMatcher | None:
         """Wait until the grammar is compiled. None after an error."""
@@ -88,6 +111,18 @@ class GrammarState:
                 is_limit = is_used_up or self._matcher.stop_reason() in _LIMITS
                 self._has_failed, self.reason = True, _TOO_MUCH_WORK if is_limit else _one_line(error)
         return None if self._has_failed else self._matcher
+
+    def fill_and_count(self, matcher: LLMatcher, mask: Tensor) -> None:
+        """Fill in the mask [B], and count the time of the token and the mask."""
+        began_s = time.thread_time()
+        matcher.unsafe_compute_mask_ptr(mask.data_ptr(), len(mask))
+        if self._compiled.add_work(self.consumed_s + time.thread_time() - began_s):
+            self.takes_too_much = True
+
+    @property
+    def failure(self) -> str | None:
+        """Why the row has no token, if it has none."""
+        return _TOO_MUCH_WORK if self.takes_too_much else self.reason
 
     def _error(self) -> str:
         # When a token uses up the lexer, the first error is that the token does not fit. A new copy gives the reason.
@@ -131,10 +166,10 @@ class Grammars:
         """`num_threads` compute a mask; None: as many as this machine has cores, up to 8."""
         self._load_tokenizer = load_tokenizer
         self._num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
-        self._compiling = ThreadPoolExecutor(1, "grammars")
-        self._masking = ThreadPoolExecutor(1, "masks")
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         """By grammar, the one used last at the end."""
+        self._are_slow = False
+        """Whether the last masks took long."""
         self.last_compiled = 0
         """The number of the grammar that was announced and compiled last."""
 
@@ -186,7 +221,14 @@ class Grammars:
             len(states), num_bytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_initialized()
         )
         while matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), masks.shape[1], len(masks))
+            began_s = time.monotonic()
+            if self._are_slow:
+                for matcher, row in matchers:
+                    states[row].fill_and_count(matcher, masks[row])
+            else:
+                self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), masks.shape[1], len(masks))
+            took_s = time.monotonic() - began_s + sum(state.consumed_s for state in states)
+            self._are_slow = took_s > SLOW_MASKS_S
             failed = [
                 row for matcher, row in matchers if matcher.is_error()
             ]  # a limit was exceeded while the mask was computed
@@ -199,12 +241,30 @@ class Grammars:
         return masks
 
     @cached_property
+    def _compiling(self) -> ThreadPoolExecutor:
+        return _thread("grammars")
+
+    @cached_property
+    def _masking(self) -> ThreadPoolExecutor:
+        return _thread("masks")
+
+    @cached_property
     def _tokenizer(self) -> LLTokenizer:
         return self._load_tokenizer()
 
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(self._num_threads)
+
+
+def _thread(name: str) -> ThreadPoolExecutor:
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, name)
+        pool.submit(int)  # starts the thread
+    finally:
+        threading.stack_size(before)
+    return pool
 
 
 def load_tokenizer(path: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:

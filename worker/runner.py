@@ -91,6 +91,8 @@ class LaunchedStep:
         if rows is None or output is None:
             return StepResult(self.plan.step_id, self.plan.epoch, [], device_s=device_s)
         token_ids = output.token_ids.tolist()
+        for index in rows.sampling.processors.rows_to_fail() if rows.sampling.processors else ():
+            token_ids[index] = NO_TOKEN
         return StepResult(
             self.plan.step_id,
             self.plan.epoch,

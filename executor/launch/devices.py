@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import logging
 import os
 import re
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +19,12 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _UUID = re.compile(r"(?:GPU|MIG)-[\w/-]+")
 _LIST_LIMIT_S = 60.0
 _POLL_S = 1.0
+_NUM_FOLDER_TRIES = 10
+_FOLDER_POLL_S = 0.1
+
+
+class _Locked(Exception):
+    """Raised when other processes hold locks that this engine needs. Its text says which."""
 
 
 def num_visible_gpus() -> int | None:
@@ -39,13 +48,7 @@ def lock_free_gpus(number: int, folder: Path) -> None:
     if len(uuids) < number:
         raise ValueError(f"device: auto needs {number} GPUs, this host has {len(uuids)}; use smaller sizes")
     try:
-        locked = _lock_some(uuids, number, folder)
-        if not locked:
-            state = f"{number} of {len(uuids)} GPUs; other engines hold the locks in {folder}"
-            logger.warning("device: waiting for %s (--device cuda uses a GPU without a lock)", state)
-        while not locked:
-            time.sleep(_POLL_S)
-            locked = _lock_some(uuids, number, folder)
+        locked = _wait_for_locks(uuids, number, folder)
     except OSError as error:
         raise ValueError(f"device_locks: {folder} cannot be used: {error}; name another folder") from error
     os.environ[_VISIBLE] = ",".join(locked)
@@ -71,28 +74,56 @@ def gpu_uuids() -> list[str]:
     return [one for one, next_one in zip(found, followers, strict=True) if one[:3] == "MIG" or next_one[:3] != "MIG"]
 
 
+def _wait_for_locks(uuids: list[str], number: int, folder: Path) -> list[str]:
+    """Return `number` GPUs, once they are locked. Log what the engine waits for."""
+    reported = ""
+    while True:
+        try:
+            return _lock_some(uuids, number, folder)
+        except _Locked as reason:
+            if str(reason) != reported:
+                reported = str(reason)
+                state = f"{number} of {len(uuids)} GPUs; {reported}"
+                logger.warning("device: waiting for %s (--device cuda uses a GPU without a lock)", state)
+        time.sleep(_POLL_S)
+
+
 def _lock_some(uuids: list[str], number: int, folder: Path) -> list[str]:
-    """Return `number` GPUs, which are locked now, or none."""
+    """Return `number` GPUs, which are locked now. Raises `_Locked`."""
     _make(folder)
-    choice = os.open(folder, os.O_RDONLY)
+    choice = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # a FIFO of this name would let the engine hang
     try:
-        fcntl.flock(choice, fcntl.LOCK_EX)  # otherwise two engines could each take a part of what both need
-        locks: dict[str, int] = {}
-        for uuid in uuids:
-            lock = _open(folder / uuid.replace("/", "_"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                continue
-            locks[uuid] = lock
-            if len(locks) == number:
-                return list(locks)  # open until this process ends
-        for lock in locks.values():
-            os.close(lock)
-        return []
+        _lock_folder(choice, folder)  # otherwise two engines could each take a part of what both need
+        with contextlib.ExitStack() as locks:
+            locked: list[str] = []
+            for uuid in uuids:
+                lock = _open(folder / uuid.replace("/", "_"))
+                locks.callback(os.close, lock)
+                if _try_lock(lock):
+                    locked.append(uuid)
+                if len(locked) == number:
+                    locks.pop_all()  # open until this process ends
+                    return locked
+        raise _Locked(f"other engines hold the locks in {folder}")
     finally:
         os.close(choice)
+
+
+def _lock_folder(choice: int, folder: Path) -> None:
+    """Raises `_Locked` if another process has locked the folder for longer than an engine takes to choose."""
+    for _ in range(_NUM_FOLDER_TRIES):
+        if _try_lock(choice):
+            return
+        time.sleep(_FOLDER_POLL_S)
+    raise _Locked(f"another process holds the lock on the folder {folder}")
+
+
+def _try_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _make(folder: Path) -> None:
@@ -105,7 +136,19 @@ def _make(folder: Path) -> None:
 
 
 def _open(file: Path) -> int:
+    """Return a descriptor of a lock file, which is made if it is missing. Raises OSError, also if it is no regular file."""
+    # Every user of this host can put a link there, or a FIFO, which waits for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(file, os.O_RDONLY)  # without O_CREAT, which the kernel may refuse for another user's file
-    except FileNotFoundError:
-        return os.open(file, os.O_RDONLY | os.O_CREAT, 0o644)
+        try:
+            lock = os.open(file, flags)  # without O_CREAT, which the kernel may refuse for another user's file
+        except FileNotFoundError:
+            lock = os.open(file, flags | os.O_CREAT, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(f"{file} is a symbolic link") from error
+        raise
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        os.close(lock)
+        raise OSError(f"{file} is not a regular file")
+    return lock

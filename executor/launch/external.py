@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from millrace.executor.directory_reaper import DirectoryReaper, socket_directory
+from millrace.executor.environment import without_secrets
 from millrace.executor.errors import StartError
 from millrace.executor.launch.process import End, LocalRank, RankHandle, close_all, python_path
 from millrace.executor.rank.serve import die_with_parent
@@ -180,7 +181,7 @@ def become_rank(
     options += ["--engine-pid", _wait_for_pid(directory / _SERVICE)]
     _publish_pid(_pid_file(directory, rank), os.getpid())
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-P", "-m", worker_module, *options], environment)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", worker_module, *options], without_secrets(environment))
 
 
 def die_with_rank_0() -> None:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
+from millrace.executor.environment import without_secrets
 from millrace.executor.rank.serve import DUMP_SIGNAL
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.failures import describe_exit, is_retryable_exit
@@ -198,10 +199,10 @@ class WorkerProcess(LocalRank):
         log_level: str,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """`environment`: variables for this rank, in addition to those of this process."""
+        """`environment`: variables for this rank, in addition to those of this process that are no secrets."""
         options = ["--address", address, "--identity", identity, "--log-level", log_level]
         command = [sys.executable, "-P", "-m", worker_module, *options, "--parent-pid", str(os.getpid())]
-        variables = {**os.environ, **(environment or {}), "PYTHONPATH": python_path()}
+        variables = {**without_secrets(os.environ), **(environment or {}), "PYTHONPATH": python_path()}
         # The engine handles Ctrl-C in a terminal, so the rank has a session of its own.
         how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": variables, "start_new_session": True}
         # What the caller has closed may not become a rank's first socket.

@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError
 
@@ -18,6 +18,14 @@ CUT = "cut at the limit of tokens: max_tokens, or the context of the model"
 _CLEAR_LINE = "\r\x1b[K"
 _MIN_FOLDED = 12
 """Least characters of a table's last column. A terminal with less space folds whole lines."""
+_CONTROLS = [
+    *(code for code in range(0x20) if chr(code) not in "\n\t"),  # C0
+    *range(0x7F, 0xA0),  # DEL, C1
+    *range(0x202A, 0x202F),  # bidirectional: embeddings and overrides
+    *range(0x2066, 0x206A),  # isolates
+]
+_VISIBLE = {code: repr(chr(code))[1:-1] for code in _CONTROLS}
+_VISIBLE_IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROLS}
 
 
 class LiveLine:
@@ -57,8 +65,11 @@ def print_json(value: Any) -> None:
     """Print one object on one line, and flush: a program may read it through a pipe."""
     import msgspec
 
+    raw = msgspec.json.encode(value)  # UTF-8, whatever the terminal's encoding
+    if sys.stdout.isatty():
+        raw = raw.decode().translate(_VISIBLE_IN_JSON).encode()
     sys.stdout.flush()
-    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")  # UTF-8, whatever the terminal's encoding
+    sys.stdout.buffer.write(raw + b"\n")
     sys.stdout.flush()
 
 
@@ -109,12 +120,16 @@ class OutputPrinter:
 
     def _print(self, text: str) -> None:
         self._is_in_line = True
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        _write(sys.stdout, text)
 
     def _print_reasoning(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        _write(sys.stderr, text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write a model's text as it is, or to a terminal with escapes instead of the characters that could control it."""
+    stream.write(text.translate(_VISIBLE) if stream.isatty() else text)
+    stream.flush()
 
 
 def print_outputs(job: Job, first: int = 0) -> None:

@@ -50,6 +50,10 @@ def test_what_the_engine_writes_to_is_a_volume() -> None:
     assert f"--uid {POD['securityContext']['runAsUser']} millrace" in dockerfile
 
 
+def test_the_pods_have_no_token_for_the_cluster() -> None:
+    assert POD["automountServiceAccountToken"] is False
+
+
 def test_the_pods_belong_to_the_deployment() -> None:
     labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
     assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels

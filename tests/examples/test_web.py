@@ -55,8 +55,8 @@ class WebServer:
             with connection.getresponse() as response:
                 yield response
 
-    def submit(self, body: str) -> tuple[int, dict[str, str]]:
-        with self.request("POST", "/jobs", body) as response:
+    def submit(self, body: str, content_type: str = "application/json") -> tuple[int, dict[str, str]]:
+        with self.request("POST", "/jobs", body, Content_Type=content_type) as response:
             return response.status, json.loads(response.read())
 
     def read(self, job_id: str, **headers: str) -> AbstractContextManager[HTTPResponse]:
@@ -86,12 +86,61 @@ def engine(server: EmbeddedServer) -> Engine:
     return Engine(JobQueue(connect(server.url), "default"))
 
 
-def test_the_page_is_served_and_bad_requests_are_answered(web: WebServer) -> None:
+def test_the_page_is_served(web: WebServer) -> None:
     with web.request("GET", "/") as response:
         assert b"EventSource" in response.read()
-    status, answer = web.submit('{"prompt": "3 + 4 =", "max_tokens": -1}')
-    assert (status, answer["error"].partition(":")[0]) == (400, "max_tokens")
-    with web.read("unknown") as response:
+
+
+NESTED = 30_000 * "["
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ('{"prompt": "x", "max_tokens": -1}', 400, "max_tokens"),
+        ('{"prompt": "x", "max_tokens": null}', 400, "max_tokens"),
+        ('{"prompt": "x", "max_tokens": 100000}', 400, "max_tokens"),
+        ("{}", 400, "prompt"),
+        ("[]", 400, "object"),
+        ('{"prompt"', 400, "truncated"),
+        (NESTED, 400, "object"),
+        ('{"messages": [{"role": "user", "content": ' + NESTED, 400, "recursion"),
+        ('{"messages": [{"role": "user", "content": "x", "more": %s}]}' % (900 * "[" + 900 * "]"), 400, "nested"),
+        (200_000 * "[", 413, "65536 bytes"),
+    ],
+    ids=range(10),
+)
+def test_bodies_that_are_no_question_are_refused(body: str, status: int, words: str, web: WebServer) -> None:
+    found, answer = web.submit(body)
+    assert (found, words in answer["error"]) == (status, True), answer
+
+
+def test_a_page_of_another_site_cannot_submit(web: WebServer) -> None:
+    """Without asking this server first, a browser lets it send only three types."""
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        assert web.submit('{"prompt": "x"}', content_type)[0] == 415
+    assert web.submit('{"prompt": "x"}', "application/json; charset=utf-8")[0] == 201
+
+
+def test_a_browser_does_not_choose_tenant_and_priority(server: EmbeddedServer, web: WebServer) -> None:
+    status, answer = web.submit(
+        '{"prompt": "x", "tenant": "boss", "priority": 9, "job_id": "mine", "durability": "aof"}'
+    )
+    assert (status, re.fullmatch("web-[0-9a-f]{32}", answer["id"]) is not None) == (201, True)
+    with Client(server.url) as client:
+        job = client.get(answer["id"])
+    assert (job.tenant, job.prompt) == ("web", "x")
+
+
+def test_jobs_of_other_programs_are_neither_shown_nor_cancelled(server: EmbeddedServer, web: WebServer) -> None:
+    with Client(server.url) as client:
+        client.submit("secret", job_id="report", stream=True)
+        with web.read("report") as response:
+            assert response.read() == b'event: gone\ndata: "unknown job"\n\n'
+        with web.request("DELETE", "/jobs/report") as response:
+            assert response.status == 404
+        assert client.get("report").state == "queued"
+    with web.read("web-" + 32 * "0") as response:
         assert response.readline() == b"event: gone\n"
 
 

@@ -65,4 +65,4 @@ class GrammarMask(LogitsProcessor[GrammarState]):
         self._sampled.append((rows.states, HostCopy(token_ids).tolist))
 
     def failure(self, state: GrammarState) -> str | None:
-        return state.reason
+        return state.failure

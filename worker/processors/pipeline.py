@@ -69,6 +69,12 @@ class StepProcessors:
         for processor, rows in self._parts:
             processor.record(rows, token_ids[rows.indices])
 
+    def rows_to_fail(self) -> list[int]:
+        """Return the rows of the step that fail though they have a token."""
+        if (rows := self.grammar_rows) is None:
+            return []
+        return [row for row, state in zip(rows.row_indices, rows.states, strict=True) if state.takes_too_much]
+
     def failure(self, index: int) -> str | None:
         """Return why a row of the step has no token, if a processor knows."""
         for processor, rows in self._parts:

@@ -14,7 +14,9 @@ import pytest
 from millrace.engine_service.chat.renderer import NotQuick, ProcessRenderer, Renderer
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
 from millrace.engine_service.errors import EngineError
+from millrace.executor.environment import SECRETS
 from tests.engine_service.chat.models import template_of
+from tests.processes import environment_of
 
 Make = Callable[[str], ProcessRenderer]
 LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
@@ -53,6 +55,16 @@ def test_a_process_renders_what_this_process_would(family: str) -> None:
         for each in (chat(), long, chat(enable_thinking=False)):
             assert renderer.render(each) == Renderer(renderer.template).render(each)
         assert len(pids(renderer)) == 1
+
+
+def test_the_process_gets_no_logins_of_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, "login")
+    renderer = make("done")
+    assert renderer.render(chat()) == "done"
+    (pid,) = pids(renderer)
+    variables = environment_of(pid)
+    assert (set(SECRETS & variables.keys()), variables["PATH"]) == (set(), os.environ["PATH"])
 
 
 def test_integers_of_more_than_64_bits_reach_the_template(make: Make) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,21 @@ def test_engines_that_start_at_once_take_different_gpus(tmp_path: Path) -> None:
         given_back = early[1].gpus()
         early[1].kill()
         assert late.gpus() == given_back
+
+
+def test_an_engine_reports_a_process_that_keeps_the_folder_locked(tmp_path: Path) -> None:
+    (tmp_path / "locks").mkdir()
+    folder = os.open(tmp_path / "locks", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with Taker(tmp_path, "1") as taker:
+            taker.wait_for_log(
+                f"waiting for 1 of 4 GPUs; another process holds the lock on the folder {tmp_path / 'locks'}"
+            )
+            fcntl.flock(folder, fcntl.LOCK_UN)
+            assert taker.gpus() == ["GPU-a0"]
+    finally:
+        os.close(folder)
 
 
 def test_replicas_of_one_service_take_different_gpus(redis_url: str, queue_name: str, tmp_path: Path) -> None:
@@ -166,3 +183,32 @@ def test_what_cannot_work_is_refused_with_the_option(
         (tmp_path / name).touch()
         with pytest.raises(ValueError, match=r"device_locks: .* cannot be used: .*; name another folder"):
             lock_free_gpus(1, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("put", "kind"),
+    [
+        (lambda file: file.symlink_to(file.with_name("target")), "a symbolic link"),
+        (os.mkfifo, "not a regular file"),
+        (Path.mkdir, "not a regular file"),
+    ],
+    ids=["link", "fifo", "folder"],
+)
+def test_what_others_put_in_the_place_of_a_lock_is_refused(
+    put: Callable[[Path], None], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a0,GPU-b1")
+    lock = tmp_path / "GPU-b1"
+    put(lock)
+    with pytest.raises(ValueError, match=rf"^device_locks: .* cannot be used: {lock} is {kind}; name another folder$"):
+        lock_free_gpus(2, tmp_path)
+    assert not (tmp_path / "target").exists()
+    lock.rmdir() if lock.is_dir() else lock.unlink()
+    lock_free_gpus(2, tmp_path)  # the first GPU's lock was given back
+
+
+def test_a_fifo_in_the_place_of_the_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a0")
+    os.mkfifo(tmp_path / "locks")
+    with pytest.raises(ValueError, match=r"device_locks: .* cannot be used: .*Not a directory"):
+        lock_free_gpus(1, tmp_path / "locks")

@@ -18,6 +18,7 @@ import pytest
 
 from millrace.executor.base import Executor
 from millrace.executor.directory_reaper import MAX_DIRECTORY_BYTES
+from millrace.executor.environment import SECRETS
 from millrace.executor.errors import ExecutorTimeout, StartError, WorkerDied
 from millrace.executor.launch.external import ExternalLauncherExecutor, ExternalRank, _rendezvous_dir, become_rank
 from millrace.executor.wire.channel import Channel
@@ -146,6 +147,29 @@ def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="use ray for several hosts"):
+        become_rank([])
+
+
+def test_a_process_that_becomes_a_rank_forgets_the_logins(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(BaseException):
+        """Raised in the place of the exec."""
+
+    def replace(_path: str, _command: list[str], variables: dict[str, str]) -> None:
+        assert not SECRETS & variables.keys()
+        assert variables["LOCALE_OF_TEST"] == "kept"
+        raise Replaced
+
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCALE_OF_TEST": "kept",
+        **dict.fromkeys(SECRETS, "x"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.execve", replace)
+    for name in ("_publish_pid", "_wait_for_pid"):
+        monkeypatch.setattr(f"millrace.executor.launch.external.{name}", lambda *_: "1")
+    with pytest.raises(Replaced):
         become_rank([])
 
 

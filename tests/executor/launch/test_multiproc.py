@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from millrace.executor.environment import SECRETS
 from millrace.executor.errors import StartError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from tests.executor.kinds import SHORT, Make, start, stub_config
+from tests.processes import environment_of
 
 
 @pytest.fixture
@@ -76,6 +78,18 @@ def test_a_start_waits_for_the_processes_that_were_begun(make: Make) -> None:
     assert executor.worker_pids() == begun
     executor.restart()
     assert not set(executor.worker_pids()) & set(begun)
+
+
+def test_a_rank_gets_no_logins_of_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, "login")
+    monkeypatch.setenv("LOCALE_OF_TEST", "kept")
+    executor = make("", SHORT)
+    assert isinstance(executor, MultiprocExecutor)
+    start(executor)
+    (pid,) = executor.worker_pids()
+    variables = environment_of(pid)
+    assert (set(SECRETS & variables.keys()), variables["LOCALE_OF_TEST"]) == (set(), "kept")
 
 
 def test_processes_that_were_begun_end_without_a_start_too(make: Make) -> None:

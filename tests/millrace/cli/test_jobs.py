@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from millrace.cli import main
 from millrace.cli.output import print_table
 from millrace.embedded import EmbeddedServer
 from millrace.producer.prompt_start import prompt_start
-from millrace.results.messages import Append, ClaimedJob, NewOutput
+from millrace.results.messages import Append, ChatOutput, ClaimedJob, NewOutput
 from millrace.results.queue import JobQueue
 from tests.millrace.cli.command import Command, environment, python, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
@@ -179,6 +181,51 @@ def test_a_terminal_gets_the_text_as_it_is(millrace: Command, engine: EngineByHa
         subprocess.run(command, cwd=ROOT, env=environment(), stdout=terminal, timeout=LIMIT_S, check=True)
         os.close(terminal)
         assert b"[red]:fire:" in shown.read(4096)
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\r\x7f\x9b31m\u202eab\u2066\tß\n."
+HARMLESS = r"\x1b]0;title\x07\x1b[2J\r\x7f\x9b31m\u202eab\u2066" + "\tß\n."
+
+
+def on_terminal(line: Sequence[str]) -> str:
+    """Run a command with a terminal as stdout and stderr, and return what it writes."""
+    controller, terminal = os.openpty()
+    with os.fdopen(controller, "rb", buffering=0) as shown:
+        subprocess.run(
+            [sys.executable, *line], cwd=ROOT, env=environment(), stdout=terminal, stderr=terminal, timeout=LIMIT_S
+        )
+        os.close(terminal)
+        seen = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while True:
+                seen += shown.read(4096)
+    return seen.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("verb", ["get", "tail", "wait"])
+def test_a_model_cannot_control_the_terminal(
+    verb: str, millrace: Command, redis_client: redis.Redis, queue_name: str
+) -> None:
+    engine = Engine(JobQueue(redis_client, queue_name))
+    millrace("submit", "--messages", '[{"role": "user", "content": "x"}]', "--id", "a")
+    job = engine.claim_one()
+    assert engine.show(job, 0, [5], HOSTILE, chat=ChatOutput(reasoning=HOSTILE)) == "ok"
+    assert engine.show(job, 1, [6], HOSTILE, chat=ChatOutput(content=HOSTILE)) == "ok"
+    engine.finish(job)
+    shown = on_terminal(millrace.line(verb, "a"))
+    assert shown.endswith(f"--- reasoning\n{HARMLESS}\n--- answer\n{HARMLESS}\n")
+    ran = python(*millrace.line(verb, "a"))
+    assert ran.out.endswith(f"{HOSTILE}\n"), "a pipe gets the text as it is"
+    assert ran.err == f"--- reasoning\n{HOSTILE}\n--- answer\n"
+
+
+def test_json_on_a_terminal_is_the_same_json(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], HOSTILE)
+    shown = on_terminal(millrace.line("get", "a", "--json"))
+    assert [c for c in shown if not c.isprintable()] == ["\n"]
+    assert json.loads(shown)["text"] == HOSTILE
+    assert "\u202e" in python(*millrace.line("get", "a", "--json")).out
 
 
 def test_a_stream_is_printed_as_it_comes(millrace: Command, engine: EngineByHand) -> None:

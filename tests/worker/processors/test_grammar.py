@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -207,7 +210,7 @@ def test_batches_without_a_grammar_load_no_tokenizer() -> None:
     table = SamplingTable(2, torch.device("cpu"), grammars)
     table.add(0, NewSequence(SeqId(0), [1], 1, RowSampling(1.0, 0, 1.0, 0.0, 0, 0, 0, [])))
     assert table.rows(torch.tensor([0]), torch.tensor([0])).processors is None
-    assert not grammars._compiling._threads
+    assert not {"_compiling", "_masking"} & vars(grammars).keys()
 
 
 def test_a_grammar_is_compiled_once(path: Path) -> None:
@@ -279,6 +282,50 @@ def test_a_grammar_with_too_many_readings_at_once_fails_with_a_readable_reason(p
     assert rows.processors is not None
     reason = rows.processors.failure(0) or ""
     assert "Current row has 3001 items" in reason and reason.endswith("right-recursive")
+
+
+COMPILE = """
+import sys, time
+from llguidance import LLMatcher
+from millrace.worker.grammars import Grammars, load_tokenizer
+rules = "".join(f'r{i}: "x" r{i + 1}\\n' for i in range(2600))
+grammars = Grammars(lambda: load_tokenizer(sys.argv[1], 600, [0]), 1)
+grammars.announce(1, LLMatcher.grammar_from_lark('start: r0\\n' + rules + 'r2600: "y"\\n'))
+while grammars.last_compiled < 1:
+    time.sleep(0.05)
+"""
+
+
+def test_a_deep_grammar_is_compiled_also_where_the_stack_of_a_process_has_no_limit(path: Path) -> None:
+    """The C library then gives threads a small one, and the process that checks grammars has any."""
+
+    def allow_any_stack() -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_STACK)
+        resource.setrlimit(resource.RLIMIT_STACK, (most, most))
+
+    command = [sys.executable, "-c", COMPILE, str(path)]
+    subprocess.run(command, preexec_fn=allow_any_stack, check=True, timeout=60)
+
+
+def test_a_grammar_whose_masks_take_too_long_fails_and_no_other_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of its readings grows with the cube of the length. All sequences of a step wait for its masks."""
+    for name, limit_s in (("SLOW_MASKS_S", 0.0), ("MASK_S", 0.0005), ("MAX_EXCESS_S", 0.005)):
+        monkeypatch.setattr(f"millrace.worker.grammars.{name}", limit_s)
+    batch = Batch(path, seed=9)
+    readings = 'start: a "the end"\na: /[^!]/ | a a | a a a\n'
+    batch.add(0, LLMatcher.grammar_from_lark(readings), 1.0, [])
+    batch.add(1, GRAMMAR, 1.0, [])
+    failed: list[tuple[int, str | None]] = []
+    for _ in range(200):
+        processors = batch.step([0, 1]).processors
+        assert processors is not None and NO_TOKEN not in batch.outputs[0]
+        failed += [(row, processors.failure(row)) for row in processors.rows_to_fail()]
+        if failed:
+            break
+    assert failed == [(0, "the form takes too much work here; make it simpler")]
+    assert processors is not None and processors.failure(1) is None
 
 
 def sequence(grammar: str) -> NewSequence:
