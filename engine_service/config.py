@@ -130,6 +130,11 @@ _SWITCHES = {
         "do not plan the next step while a step runs; slower, for comparisons",
     ),
     "--enforce-eager": ("enforce_eager", True, "use no CUDA graphs; slower, without effect on a CPU"),
+    "--isolate-tenants": (
+        "isolate_tenants",
+        True,
+        "share cached prompts only within a tenant: otherwise the number of cached tokens shows a tenant what others asked",
+    ),
     "--batch-invariant": (
         "batch_invariant",
         True,
@@ -242,6 +247,8 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     drain_grace: float = 25.0
     heartbeat: float = 10.0
     device_locks: str = "/tmp/millrace-devices"
+    isolate_tenants: bool = False
+    """Whether only jobs of one tenant share cached prompts."""
     inter_token_latency: float = 0.1
     log_level: str = "INFO"
     log_format: str = "text"

@@ -12,6 +12,7 @@ Arguments and outputs have the names of vLLM's offline class, so that a script o
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -19,11 +20,12 @@ import os
 import random
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 from millrace.engine_service.build import build_executor
 from millrace.engine_service.chat.template import template_source
@@ -33,7 +35,7 @@ from millrace.engine_service.engine import Engine, EngineMetrics
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.model_files import default_sampling, eos_token_ids, resolve_model
-from millrace.engine_service.prompts import as_params, as_prompts, as_request, number_in_errors
+from millrace.engine_service.prompts import as_list, as_params, as_prompts, as_request, number_in_errors
 from millrace.engine_service.request_output import GenerationFailed, RequestOutput, Times, output_of
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
@@ -60,6 +62,25 @@ _METHODS_OF_VLLM = frozenset(["beam_search", "classify", "collective_rpc", "embe
 """Methods of vLLM's `LLM` for what Millrace does not do."""
 _INTERNALS_OF_VLLM = frozenset(["llm_engine", "model_config"])
 """Attributes of vLLM's `LLM` that scripts read the context length from."""
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _leaving_no_reference(method: _Method) -> _Method:
+    """Let the error of a call refer to nothing that the call has used. A notebook keeps the last error with its frames:
+    they would keep the `LLM`, its workers and their memory, also when another one has taken its name."""
+
+    @functools.wraps(method)
+    def call(self: LLM, *arguments: Any, **options: Any) -> Any:
+        try:
+            return method(self, *arguments, **options)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            del self
+            raise
+
+    return cast(_Method, call)
 
 
 class LLM:
@@ -107,7 +128,11 @@ class LLM:
         del given["chat_template"]  # read here: the option of the engine is the name of a file, and this may be a text
         template = None if chat_template is None else template_source(chat_template)
         # None is the default, as with vLLM.
-        given = {name: value for name, value in given.items() if value is not None or name == "model"}
+        given = {
+            name: value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+            for name, value in given.items()
+            if value is not None or name == "model"
+        }
         seed = 0 if seed is None else seed
         paths = {name: str(value) for name, value in given.items() if isinstance(value, Path)}
         with names_as_given(vllm_arguments):
@@ -118,6 +143,7 @@ class LLM:
         with names_as_given(vllm_arguments):
             ranks = build_executor(config, path, is_service=False)
         self._engine = Engine(ranks, config.for_scheduler())
+        self._model = config.model
         self._seeds = random.Random(seed)
         self._request_numbers = itertools.count()
         self._default_sampling = {} if vllm_arguments.get("generation_config") == "vllm" else default_sampling(path)
@@ -143,7 +169,7 @@ class LLM:
         self._shut_down.atexit = False  # a thread may still use it then; the workers end with this process anyway
 
     def __repr__(self) -> str:
-        return f"LLM({self._engine})"
+        return f"LLM({self._model!r}{'' if self._shut_down.alive else ', shut down'})"
 
     def __getattr__(self, name: str) -> NoReturn:
         rule = " of vLLM is not supported: Millrace generates text and chats" if name in _METHODS_OF_VLLM else ""
@@ -153,6 +179,7 @@ class LLM:
             )
         raise AttributeError(f"LLM.{name}{rule or ' does not exist'}", name=name, obj=self)
 
+    @_leaving_no_reference
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -175,6 +202,7 @@ class LLM:
         given = as_prompts(prompts)
         return self._generate(given, as_request, self._params(sampling_params, len(given)), use_tqdm, self._admission)
 
+    @_leaving_no_reference
     def chat(
         self,
         messages: Messages | SequenceOf[Messages],
@@ -193,6 +221,7 @@ class LLM:
 
         The other arguments are those of a request. The outputs are raw: `LLM` parses no tool calls."""
         _refuse_unsupported(vllm_arguments, "chat")
+        messages = as_list(messages)
         if not isinstance(messages, list | tuple):
             raise InvalidRequest(
                 "messages", f"must be a list of messages, or a list of such lists, got {shown(messages)}"
@@ -400,7 +429,9 @@ def _older_objects_kept() -> Iterator[None]:
 def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
     for name, value in arguments.items():
         if value is not None and value not in _NEUTRAL.get(name, ()):
-            raise InvalidRequest(name, f"is not supported by {method}; leave it out")
+            is_of_sampling = name in SamplingParams.__struct_fields__
+            instead = f"give it in SamplingParams({name}=...)" if is_of_sampling else "leave it out"
+            raise InvalidRequest(name, f"is not supported by {method}; {instead}")
 
 
 def _load_tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:

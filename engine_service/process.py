@@ -215,6 +215,7 @@ class _Serving:
             admission,
             model_names=config.model_names,
             fingerprint=model_fingerprint,
+            isolates_tenants=config.isolate_tenants,
             post=self.service.post,
             cached_prompts=prefixes.current,
             outage=outage,

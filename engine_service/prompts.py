@@ -27,7 +27,11 @@ class TokensPrompt(TypedDict):
 
 def as_prompts(prompts: Any) -> list[Any]:
     """Return the prompts of a call, which has one prompt or several."""
-    prompts = _as_list(prompts)
+    prompts = as_list(prompts)
+    if hasattr(prompts, "columns"):  # which its iterator yields
+        raise InvalidRequest(
+            "prompts", "must be a prompt or a list of prompts, not a whole table; give one of its columns"
+        )
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not _is_list_like(prompts):
@@ -38,13 +42,13 @@ def as_prompts(prompts: Any) -> list[Any]:
 
 def as_request(prompt: Any) -> GenerationRequest:
     """Return the request for one prompt: a string, token ids, or an object with one of them."""
-    prompt = _as_list(prompt)
+    prompt = as_list(prompt)
     if isinstance(prompt, str):
         return GenerationRequest(prompt=prompt)
     if isinstance(prompt, Mapping):
         for name in prompt.keys() - _PROMPT_KEYS:
             raise InvalidRequest("prompt", f"may have {', '.join(_PROMPT_KEYS)} and nothing else, got {shown(name)}")
-        ids = _as_list(prompt.get("prompt_token_ids"))
+        ids = as_list(prompt.get("prompt_token_ids"))
         return GenerationRequest(**{**prompt, "prompt_token_ids": list(ids) if _is_list_like(ids) else ids})
     if not _is_list_like(prompt):
         raise InvalidRequest("prompt", f"must be a string, a list of token ids or an object, got {shown(prompt)}")
@@ -54,10 +58,10 @@ def as_request(prompt: Any) -> GenerationRequest:
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """Return an array of NumPy, or a tensor, as a list, and a list of such or of their numbers as one without them."""
     if isinstance(value, list) and value and hasattr(value[0], "tolist"):
-        return [_as_list(each) for each in value]
+        return [as_list(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -67,6 +71,7 @@ def _is_list_like(value: Any) -> TypeGuard[Iterable[Any]]:
 
 def as_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
     """Return the parameters of each prompt."""
+    sampling_params = as_list(sampling_params)
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     is_list = isinstance(sampling_params, SequenceOf)

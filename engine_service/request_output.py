@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -51,6 +52,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each prompt token, None for the first one. None if the request wants none."""
     metrics: RequestMetrics
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the output as JSON objects, such as a line of a file or a row of a table."""
+        fields: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return fields
 
 
 class Times(msgspec.Struct):

@@ -7,6 +7,7 @@ from typing import Unpack
 
 from millrace.producer import arguments, calls
 from millrace.producer.batches import SubmitCall, Submitted, submitted
+from millrace.producer.client import Client
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import to_submission
@@ -189,3 +190,8 @@ class AsyncClient:
         except StopIteration as end:
             result: T = end.value
             return result
+
+
+for _name, _method in vars(Client).items():  # for help()
+    if not _name.startswith("_"):
+        getattr(AsyncClient, _name).__doc__ = _method.__doc__

@@ -10,6 +10,9 @@ from millrace.results.errors import JobFailed, OutputNotParsed
 from millrace.results.logprobs import TokenLogprobs
 from millrace.results.messages import TERMINAL_STATES, JobError, ToolCall, Usage
 
+MAX_SHOWN_TEXT = 80
+"""Characters of a text that the repr of a job has."""
+
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One event of a job, as `stream()` yields it."""
@@ -195,6 +198,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             return self
         kind, reason = (self.error.kind, self.error.message) if self.error else (None, "")
         raise JobFailed(self.id, self.state, kind, reason)
+
+    def __repr__(self) -> str:
+        """One line, without most of a long text."""
+        text = self.text if len(self.text) <= MAX_SHOWN_TEXT else f"{self.text[: MAX_SHOWN_TEXT - 3]}..."
+        names = ("id", "state", "finish_reason", "num_tokens")
+        return f"Job({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}, {text=})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the job as JSON objects, as `millrace get --json` prints it; `timings` has the durations too.

@@ -65,6 +65,7 @@ class Intake:
         *,
         model_names: tuple[str, ...],
         fingerprint: str,
+        isolates_tenants: bool = False,
         post: Callable[[EngineEvent], None],
         cached_prompts: Callable[[], list[str]] = list,
         outage: Outage | None = None,
@@ -74,6 +75,7 @@ class Intake:
         self._admission = admission
         self._model_names = model_names
         self._fingerprint = fingerprint
+        self._isolates_tenants = isolates_tenants
         self._post = post
         self._cached_prompts = cached_prompts
         self._outage = outage or Outage()
@@ -225,7 +227,10 @@ class Intake:
             outputs=[checkpoint.token_ids for checkpoint in claimed.checkpoints],
             logprobs=claimed.logprobs,
             crash_count=claimed.crash_count,
-            cache_salt=request.cache_salt,
+            # A tenant has no NUL, so no salt of one makes the text of another one.
+            cache_salt=f"{claimed.tenant}\0{request.cache_salt or ''}"
+            if self._isolates_tenants
+            else request.cache_salt,
             tenant=claimed.tenant,
             priority=claimed.priority,
             is_quick=is_quick,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from argparse import ArgumentParser
 from array import array
 from collections.abc import Iterator
@@ -636,3 +637,48 @@ def test_an_output_says_when_it_was_computed_and_what_has_ended_it(llm: LLM) -> 
     both = SamplingParams(temperature=0, max_tokens=99, stop_token_ids=[eos])
     (at_the_end,) = llm.generate(["3 + 4 ="], both, use_tqdm=False)
     assert (at_the_end.outputs[0].finish_reason, at_the_end.outputs[0].stop_reason) == ("stop", None), "as in vLLM"
+
+
+class _Interrupt:
+    """A progress bar at which Ctrl-C comes."""
+
+    def __init__(self, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["error", "interrupt"])
+def test_an_error_that_somebody_keeps_does_not_keep_the_llm(how: str) -> None:
+    """As a notebook keeps the last one: the workers would stay when the name has another `LLM`."""
+    llm = LLM(TINY, device="cpu", executor="uni", num_blocks=64)
+    reference, kept = weakref.ref(llm), None
+    try:
+        llm.generate(["3 + 4 ="], use_tqdm=_Interrupt) if how == "interrupt" else llm.generate([""], use_tqdm=False)
+    except (KeyboardInterrupt, InvalidRequest) as error:
+        kept = error
+    del llm
+    assert kept is not None and kept.__traceback__ is not None
+    assert reference() is None
+
+
+class _Table:
+    """As a DataFrame of pandas: its iterator yields the names of the columns."""
+
+    columns = ("question", "id")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+
+def test_what_a_data_scientist_gives_is_taken_or_refused_clearly(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompts: must be .*, not a whole table; give one of its columns$"):
+        llm.generate(_Table())  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidRequest, match=r"max_tokens: is not supported by generate; give it in SamplingParams\(max_tokens=...\)"
+    ):
+        llm.generate("3 + 4 =", max_tokens=3)
+    (output,) = llm.generate("3 + 4 =", np.array([SamplingParams(max_tokens=3)]), use_tqdm=False)  # type: ignore[arg-type]
+    row = output.to_dict()
+    assert (row["prompt"], row["outputs"][0]["token_ids"]) == ("3 + 4 =", output.outputs[0].token_ids)
+    assert json.loads(json.dumps(row)) == row
+    with pytest.raises(ConfigurationError, match="max_model_len: must be 2 to "):
+        LLM("m", max_model_len=np.int64(1))  # type: ignore[arg-type]

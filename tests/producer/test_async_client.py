@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from millrace import AsyncClient, GenerationRequest, InvalidRequest, QueueFull
+from millrace import AsyncClient, Client, GenerationRequest, InvalidRequest, QueueFull
 from millrace.results.errors import (
     BatchNotFound,
     CannotRedrive,
@@ -206,3 +206,7 @@ def test_a_second_event_loop_is_refused(url_and_queue: tuple[str, str]) -> None:
         asyncio.run(count())
     clients.clear()
     gc.collect()  # the socket of the first loop, which nobody can close any more
+
+
+def test_help_on_a_method_is_that_of_the_sync_client() -> None:
+    assert AsyncClient.wait.__doc__ == Client.wait.__doc__ is not None

@@ -235,6 +235,19 @@ def test_sequences_have_the_tenant_and_the_priority_of_their_job(parts: Parts) -
     assert rights == {"a": ("x", 3), "b": ("y", -2)}
 
 
+@pytest.mark.parametrize("isolates_tenants", [False, True])
+def test_isolated_tenants_share_no_cached_prompts(parts: Parts, isolates_tenants: bool) -> None:
+    parts.intake._isolates_tenants = isolates_tenants
+    salted = BODY.replace(b"{", b'{"cache_salt":"s",', 1)
+    for job_id, body, tenant in (("a", BODY, "x"), ("b", BODY, "x"), ("c", BODY, "y"), ("d", salted, "x")):
+        submit(parts.lease_queue, job_id, body=body, tenant=tenant)
+    parts.intake.start()
+    arrived = [one for one in (parts.events.get(timeout=60) for _ in range(4)) if isinstance(one, Arrived)]
+    roots = {str(one.job.job_id): one.job.generations[0].sequence.hash_root for one in arrived}
+    assert roots["a"] == roots["b"] != roots["d"]
+    assert (roots["a"] == roots["c"]) is not isolates_tenants
+
+
 def test_the_name_of_another_model_is_shown_short_and_on_one_line(parts: Parts) -> None:
     submit(parts.lease_queue, "a", body=b'{"prompt":"x","model":"large\\n%s"}' % (b"x" * 900_000))
     parts.intake.start()
