@@ -153,6 +153,7 @@ def test_a_container_whose_command_is_invalid_waits_instead_of_being_restarted(t
         container.wait_for_log(
             "model: is missing\nexit status 2: this container waits to be stopped; correct its command"
         )
+        wait_until(lambda: children_of(container.process.pid), what="its `sleep`")
         (sleeping,) = children_of(container.process.pid)
         assert container.terminate() == 2, (
             "by a handler: the first process of a container is not ended by the signal itself"
