@@ -296,6 +296,7 @@ while grammars.last_compiled < 1:
 """
 
 
+@pytest.mark.parametrize("path", [byte_level], indirect=True)
 def test_a_deep_grammar_is_compiled_also_where_the_stack_of_a_process_has_no_limit(path: Path) -> None:
     """The C library then gives threads a small one, and the process that checks grammars has any."""
 
