@@ -153,6 +153,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """All candidates, by index."""
     finish_reason: str | None
     """Of candidate 0: stop, length, error, cancelled or expired. None until it has ended."""
+    stop_reason: int | str | None = None
+    """Of candidate 0: the stop string, or the id in `stop_token_ids`, at which the text ended, if it did."""
     usage: Usage | None
     """Counted tokens. None until it has ended."""
     error: JobError | None

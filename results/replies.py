@@ -193,6 +193,7 @@ def _job(job_id: str, reply: list[Any]) -> Job:
         token_ids=outputs[0].token_ids,
         outputs=outputs,
         finish_reason=finish_reason,
+        stop_reason=outputs[0].stop_reason,
         content=outputs[0].content,
         reasoning=outputs[0].reasoning,
         tool_calls=outputs[0].tool_calls,
