@@ -21,12 +21,19 @@ LINE_BYTES = tl.constexpr(128)
 
 
 @cache
+def capability() -> int:
+    """Return ten times the compute capability of the GPU; 0 in the interpreter, and for a GPU that is not NVIDIA's."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    target = driver.active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
+@cache
 def launch_options() -> dict[str, Any]:
     """Return the arguments for the launch of a kernel that begins with `wait_for_earlier_kernels`."""
-    if not triton.knobs.runtime.interpret:
-        target = driver.active.get_current_target()
-        if target.backend == "cuda" and target.arch >= LEAST_CAPABILITY:
-            return {"IS_DEPENDENT": True, "launch_pdl": True}
+    if capability() >= LEAST_CAPABILITY:
+        return {"IS_DEPENDENT": True, "launch_pdl": True}
     return {"IS_DEPENDENT": False}
 
 

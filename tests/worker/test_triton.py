@@ -6,7 +6,9 @@ import importlib
 import re
 import subprocess
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,12 +35,14 @@ KERNEL_FILES = (
 
 
 class CompilingDriver:
-    """A GPU of the kind H100 or H200 that runs nothing."""
+    """A GPU that runs nothing, of the kind H100 or H200 by default."""
+
+    capability = 90
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -51,15 +55,13 @@ def test_an_old_gpu_gets_the_kernels_of_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    old = CompilingDriver()
-    monkeypatch.setattr(old, "get_current_target", lambda: GPUTarget("cuda", 75, 32), raising=False)
-    monkeypatch.setattr(driver, "_active", old)
+    monkeypatch.setattr(driver, "_active", CompilingDriver())
+    monkeypatch.setattr(CompilingDriver, "capability", 75)
     assert not find_triton.__wrapped__()
     assert "the GPU has compute capability 7.5, the kernels need 8.0" in caplog.text
-    monkeypatch.setattr(driver, "_active", CompilingDriver())
+    monkeypatch.setattr(CompilingDriver, "capability", 80)
     assert find_triton.__wrapped__()
 
 
@@ -79,6 +81,8 @@ def launched(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
+    from millrace.worker import launch_triton
+
     found: dict[str, Any] = {}
 
     def load(kernel: Any) -> None:
@@ -90,6 +94,8 @@ def launched(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
             for each in vars(importlib.import_module(f"millrace.worker.{name}")).values():
                 if isinstance(each, JITFunction):
                     each.device_caches.clear()
+        for known in (launch_triton.capability, launch_triton.launch_options):
+            known.cache_clear()
 
     monkeypatch.setattr(driver, "_active", CompilingDriver())
     monkeypatch.setattr(CompiledKernel, "_init_handles", load)
@@ -162,6 +168,36 @@ def test_attention_compiles_for_a_gpu_and_not_again_for_other_lengths(
     for rows in ([(5, 1), (7, 3)], [(256, 1), (257, 1), (16, 16)], [(9, 1), (8, 1), (30, 30), (16, 15)]):
         attend(TritonAttention(), rows, **options)
     assert set(launched) == before
+
+
+@pytest.mark.parametrize(
+    ("capability", "most_shared"),
+    [
+        (100, 227),  # B200
+        pytest.param(80, 163, marks=pytest.mark.slow),  # A100
+        pytest.param(89, 99, marks=pytest.mark.slow),  # L4, L40S, RTX 4090
+        pytest.param(103, 227, marks=pytest.mark.slow),  # B300
+        pytest.param(120, 99, marks=pytest.mark.slow),  # RTX 5090, RTX PRO 6000
+    ],
+)
+def test_attention_compiles_for_other_gpus(
+    capability: int, most_shared: int, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from millrace.worker.attention import triton as attention
+
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=(most_shared + 1) << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    stages_of = attention._prefill_stages
+    monkeypatch.setattr(attention, "_prefill_stages", lambda layer, _: stages_of(layer, torch.device("cuda")))
+    monkeypatch.setattr(CompilingDriver, "capability", capability)
+    for head_size, pool_dtype in product((128, 256), (None, FP8)):
+        if pool_dtype is None or capability > 80:
+            shape = (16, 2, head_size, head_size)
+            options: dict[str, Any] = {"shape": shape, "dtype": torch.bfloat16, "pool_dtype": pool_dtype}
+            attend(attention.TritonAttention(), [(70, 1), (300, 5)], **options)
+    for kernel in launched.values():
+        assert kernel.metadata.target.arch == capability
+        assert kernel.metadata.shared <= most_shared << 10, kernel.name
 
 
 @pytest.mark.parametrize(

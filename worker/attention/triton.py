@@ -22,7 +22,7 @@ from millrace.worker.attention.paged_triton import cut_decodes, decode_chunks, m
 from millrace.worker.attention.write_triton import rotate_and_write, write_kv
 from millrace.worker.input_batch import HostBatch, StepBatch
 from millrace.worker.kv_pool import FP8, LayerCache
-from millrace.worker.launch_triton import launch_options
+from millrace.worker.launch_triton import capability, launch_options
 from millrace.worker.transfer import FixedBuffer, staging
 
 CHUNK = 256
@@ -68,6 +68,9 @@ PREFILL = Tiles(num_positions=64, num_warps=8, num_stages=5, num_queries=128)
 """One program fills a multiprocessor's registers, so nothing else hides its loads."""
 SMALL_SHARED, SMALL_STAGES = 100 << 10, 3
 """Shared memory of a multiprocessor of GPUs that are not made for data centers, and the most stages of `prefill` there."""
+TENSOR_MEMORY = range(100, 120)
+"""Ten times the compute capabilities of GPUs whose products Triton 3.7 cannot put into a pipeline where instructions of ours
+(`as_numbers`) make their numbers."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +208,9 @@ class TritonAttention:
         divisor = _divisor(query.dtype, layer)
         rows = self._cut_rows(query.dtype, num_heads, layer, window, batch)
         decode = _decode_tiles(query.dtype, layer, group)
-        decode_stages, prefill_stages = decode.num_stages, _prefill_stages(query.device)
-        if query.dtype == torch.float32 != layer.keys.dtype:  # a pipeline needs more registers than there are
-            decode_stages = prefill_stages = 1
+        is_widened = query.dtype == torch.float32 != layer.keys.dtype  # a pipeline needs more registers than there are
+        decode_stages = 1 if is_widened else decode.num_stages
+        prefill_stages = 1 if is_widened else _prefill_stages(layer, query.device)
         output = query.new_empty(num_tokens, num_heads, value_dim)
         tables = batch.block_tables[layer.group]
         given = (query, *query.stride()[:2], *_pool(layer), tables, tables.stride(0))
@@ -316,11 +319,14 @@ def _padded(size: int) -> int:
     return max(16, int(triton.next_power_of_2(size)))
 
 
-def _prefill_stages(device: torch.device) -> int:
+def _prefill_stages(layer: LayerCache, device: torch.device) -> int:
     is_small = (
         device.type == "cuda"
         and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor <= SMALL_SHARED
     )
+    is_wide = _width(layer) > WIDE[torch.float16]
+    if layer.scales is not None and (capability() in TENSOR_MEMORY or (is_small and is_wide)):
+        return 1
     return min(PREFILL.num_stages, SMALL_STAGES) if is_small else PREFILL.num_stages
 
 
