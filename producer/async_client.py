@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Unpack
 
 from millrace.producer import arguments, calls
-from millrace.producer.batches import SubmitCall, Submitted, submitted
 from millrace.producer.client import Client
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.request import GenerationRequest
+from millrace.producer.submitting import Submitted, Submitting, submitted
 from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import AsyncConnection
@@ -62,16 +62,13 @@ class AsyncClient:
     async def submit_many(
         self, requests: Iterable[GenerationRequest], *, batch: str | None = None, durability: Durability = "memory"
     ) -> Submitted:
-        call = SubmitCall(self._keys, requests, batch, durability)
+        call = Submitting(self._keys, requests, batch, durability)
         while to_send := call.next_commands():
             if call.confirmation:
                 call.feed(*await self._transport.send_together(to_send, call.confirmation))
             else:
                 call.feed([await self._transport.send(command) for command in to_send])
-        job_ids = call.end()
-        known = await self._run(calls.look_up(self._keys, call.known_ids))
-        job_ids.known = {job_id: job.state for job_id, job in known.items()}
-        return job_ids
+        return await self._run(call.end())
 
     async def cancel(self, job_id: str) -> str:
         reply = await self._transport.send(commands.cancel(self._keys, arguments.job_id(self._keys, job_id)))

@@ -1,4 +1,5 @@
-"""The clients' calls that take several round trips: generators, so that sync and async clients share them."""
+"""The clients' calls that are more than one command and its reply, or check their arguments first: generators, so that sync
+and async clients share them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from millrace.results.messages import WITHOUT_RESULT
 from millrace.results.reader import MAX_ENTRIES, START
 from millrace.results.scripts import Command
 from millrace.results.transport import Call, Reply
-from millrace.results.waiting import JobDeadline, WaitLog
+from millrace.results.waiting import JobWait
 
 T = TypeVar("T")
 
@@ -149,8 +150,8 @@ def retry_batch(keys: QueueKeys, batch: str) -> Call[Retried]:
 
 def _retry_valid(keys: QueueKeys, old: Sequence[str], new_ids: Retried) -> Call[dict[str, str]]:
     """Run these jobs again, except those whose requests are invalid. Add them to `new_ids`, and return what was added."""
-    kinds = yield [commands.error_kind(keys, job_id) for job_id in old]
-    invalid = {job_id for job_id, kind in zip(old, kinds, strict=True) if kind == b"invalid_request"}
+    known = yield from look_up(keys, old)
+    invalid = {job_id for job_id, job in known.items() if job.error_kind == "invalid_request"}
     new_ids.left_out += invalid
     valid = [job_id for job_id in old if job_id not in invalid]
     redriven = replies.all_redriven(valid, (yield [commands.redrive(keys, job_id) for job_id in valid]))
@@ -187,7 +188,7 @@ def _with_prompt(keys: QueueKeys, job_id: str, reply: Reply, body: bytes) -> Job
 
 
 def wait(keys: QueueKeys, job_id: str, timeout_s: float | None) -> Call[Job]:
-    stream, deadline, log = keys.result(job_id), JobDeadline(keys, job_id, timeout_s), WaitLog(job_id, keys.queue)
+    stream, job_wait = keys.result(job_id), JobWait(keys, job_id, timeout_s)
     last_id = None  # None: read the job's state before waiting, since the record may have expired
     look: list[Command] = []  # after a wait: why the job has not ended
     while True:
@@ -196,14 +197,14 @@ def wait(keys: QueueKeys, job_id: str, timeout_s: float | None) -> Call[Job]:
             if state is None:
                 raise JobNotFound(job_id, keys.queue)
             if stats:
-                log.note(replies.text(state), replies.queue_stats(stats[0]))
+                job_wait.note(replies.text(state), replies.queue_stats(stats[0]))
             last_id = START
-        elif block_ms := deadline.block_ms():
+        elif block_ms := job_wait.block_ms():
             read = yield [commands.read_stream(stream, last_id, MAX_ENTRIES, block_ms)]
             state, entries, last_id = None, replies.stream_entries(read[0]), None
-            look = [commands.stats(keys)] if deadline.block_ms() else []
+            look = [commands.stats(keys)] if job_wait.block_ms() else []
         else:
-            raise deadline.job_error(f"job {job_id!r} has not ended", (yield deadline.last_commands()))
+            raise (yield from job_wait.job_error(f"job {job_id!r} has not ended"))
         if replies.is_terminal(state) or any(b"state" in fields for _, fields in entries):
             return (yield from get_many(keys, [job_id]))[0]
         if entries:

@@ -13,8 +13,8 @@ _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 """Variables of every chat template that have a field of their own."""
 
 
-def chat(value: Any) -> str | None:
-    """Messages: a list of objects with role and content that is not empty."""
+def messages(value: Any) -> str | None:
+    """A chat: a list of objects with role and content that is not empty."""
     if type(value) is not list or not value:
         return f"must be a list of objects with role and content that is not empty, got {shown(value)}"
     for i, message in enumerate(value):
@@ -35,7 +35,9 @@ def _message(message: Any) -> str | None:
             return f": tool_calls {wrong}"
     content = message.get("content")
     if content is None:
-        return None if message.get("tool_calls") else " has no content; give a string, '' for none"
+        # That of an answer which ended while the model reasoned is null.
+        may_lack = message.get("tool_calls") or (message["role"] == "assistant" and "content" in message)
+        return None if may_lack else " has no content; give a string, '' for none"
     return _content(content)
 
 

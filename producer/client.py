@@ -6,9 +6,9 @@ from collections.abc import Generator, Iterable, Mapping
 from typing import Self, Unpack
 
 from millrace.producer import arguments, calls
-from millrace.producer.batches import SubmitCall, Submitted, submitted
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.request import GenerationRequest
+from millrace.producer.submitting import Submitted, Submitting, submitted
 from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
@@ -91,16 +91,13 @@ class Client:
         Raises JobConflict, after all are sent, for ids of other jobs; QueueFull at a limit, and NotDurable, both with the
         ids that are in the queue. After RedisUnavailable some may be in the queue: submit requests with ids again.
         """
-        call = SubmitCall(self._keys, requests, batch, durability, calls_prepare=True)
+        call = Submitting(self._keys, requests, batch, durability, calls_prepare=True)
         while to_send := call.next_commands():
             if call.confirmation:
                 call.feed(*self._transport.send_together(to_send, call.confirmation))
             else:
                 call.feed([self._transport.send(command, call.prepare) for command in to_send])
-        job_ids = call.end()
-        known = self._run(calls.look_up(self._keys, call.known_ids))
-        job_ids.known = {job_id: job.state for job_id, job in known.items()}
-        return job_ids
+        return self._run(call.end())
 
     def cancel(self, job_id: str) -> str:
         """Cancel a job. Return "cancelled" if it had not begun, "cancelling" if its engine was notified (if that one is

@@ -63,8 +63,8 @@ class BatchLine(msgspec.Struct, frozen=True):
     body: dict[str, Any]
 
 
-class Call(msgspec.Struct, frozen=True):
-    """What the answer to a line repeats."""
+class AnsweredLine(msgspec.Struct, frozen=True):
+    """What the answer to a line needs of it."""
 
     custom_id: str
     url: Url
@@ -78,9 +78,9 @@ class Call(msgspec.Struct, frozen=True):
 _line_decoder = msgspec.json.Decoder(BatchLine)
 
 
-def parse_line(raw: bytes, defaults: Mapping[str, Any] | None = None) -> tuple[Call, GenerationRequest]:
-    """Return the call of a line, and its request, which has no id. `defaults` are fields for a body that lacks them. Raises
-    InvalidRequest with the name of the field."""
+def parse_line(raw: bytes, defaults: Mapping[str, Any] | None = None) -> tuple[AnsweredLine, GenerationRequest]:
+    """Return what the answer needs of a line, and its request, which has no id. `defaults` are fields for a body that
+    lacks them. Raises InvalidRequest with the name of the field."""
     try:
         line = _line_decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -99,7 +99,7 @@ def parse_line(raw: bytes, defaults: Mapping[str, Any] | None = None) -> tuple[C
         raise InvalidRequest("model", f"must be the name of the model, got {shown(model)}")
     gaps = {name: value for name, value in (defaults or {}).items() if line.body.get(name) is None}
     request = to_request(url, {**line.body, **gaps})
-    return Call(line.custom_id, url, model, request.sampling.logprobs, _aliases(url, line.body)), request
+    return AnsweredLine(line.custom_id, url, model, request.sampling.logprobs, _aliases(url, line.body)), request
 
 
 def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
@@ -182,12 +182,12 @@ def _prompt(value: Any) -> dict[str, Any]:
 # --- answers ---
 
 
-def ended_line(line_id: str, call: Call, job: Job) -> dict[str, Any]:
+def ended_line(line_id: str, line: AnsweredLine, job: Job) -> dict[str, Any]:
     """Return the line of the output file for a job that has ended."""
     if job.state == "finished" and job.has_result:
-        return _answer(line_id, call.custom_id, 200, _result(call, job))
+        return _answer(line_id, line.custom_id, 200, _result(line, job))
     if job.state == "failed" and job.error is not None:
-        return _answer(line_id, call.custom_id, *_failure(call, job.error))
+        return _answer(line_id, line.custom_id, *_failure(line, job.error))
     if not job.has_result:
         code, message = "result_expired", f"the result of job {job.id} has expired"
     else:
@@ -196,13 +196,13 @@ def ended_line(line_id: str, call: Call, job: Job) -> dict[str, Any]:
             f"job {job.id} was {job.state}" if job.state == "cancelled" else f"the deadline of job {job.id} has passed"
         )
     error = {"code": code, "message": message}
-    return {"id": line_id, "custom_id": call.custom_id, "response": None, "error": error}
+    return {"id": line_id, "custom_id": line.custom_id, "response": None, "error": error}
 
 
 def refused_line(
     line_id: str, custom_id: str | None, error: InvalidRequest, aliases: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the line of the output file for a line of the input that cannot run. `aliases`: of its call."""
+    """Return the line of the output file for a line of the input that cannot run. `aliases`: those of that line."""
     error = _renamed(error, aliases or {})
     return _answer(line_id, custom_id, 400, _error("invalid_request_error", str(error), error.field, None))
 
@@ -212,12 +212,12 @@ def _answer(line_id: str, custom_id: str | None, status: int, body: dict[str, An
     return {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
 
 
-def _failure(call: Call, error: JobError) -> tuple[int, dict[str, Any]]:
+def _failure(line: AnsweredLine, error: JobError) -> tuple[int, dict[str, Any]]:
     if error.kind == "model_mismatch":
         return 404, _error("invalid_request_error", error.message, "model", "model_not_found")
     if error.kind == "invalid_request":
-        field = error.field and _in_names(error.field, call.aliases)
-        return 400, _error("invalid_request_error", _in_names(error.message, call.aliases), field, None)
+        field = error.field and _in_names(error.field, line.aliases)
+        return 400, _error("invalid_request_error", _in_names(error.message, line.aliases), field, None)
     return 500, _error("server_error", error.message, None, error.kind)
 
 
@@ -225,14 +225,14 @@ def _error(kind: str, message: str, param: str | None, code: str | None) -> dict
     return {"error": {"message": one_line(message), "type": kind, "param": param, "code": code}}
 
 
-def _result(call: Call, job: Job) -> dict[str, Any]:
-    is_chat = call.url == "/v1/chat/completions"
+def _result(line: AnsweredLine, job: Job) -> dict[str, Any]:
+    is_chat = line.url == "/v1/chat/completions"
     prompt_logprobs = {} if job.prompt_logprobs is None else {"prompt_logprobs": job.prompt_logprobs}
     choices: list[dict[str, Any]] = []
     for output in job.outputs:
         logprobs = None
-        if output.logprobs is not None and call.num_top is not None:
-            logprobs = (_chat_tokens if is_chat else _completion_tokens)(output.logprobs, call.num_top)
+        if output.logprobs is not None and line.num_top is not None:
+            logprobs = (_chat_tokens if is_chat else _completion_tokens)(output.logprobs, line.num_top)
         choice: dict[str, Any] = {"index": output.index, "logprobs": logprobs, "finish_reason": output.finish_reason}
         choice["stop_reason"] = output.stop_reason
         if is_chat:
@@ -249,7 +249,7 @@ def _result(call: Call, job: Job) -> dict[str, Any]:
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{job.id}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": (job.timings.ended_ms or job.timings.created_ms) // 1000,
-        "model": call.model,
+        "model": line.model,
         "choices": choices,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from millrace.producer.chat import chat, template_kwargs, tool_choice, tools
+from millrace.producer.chat import messages, template_kwargs, tool_choice, tools
 from millrace.producer.checks import (
     NamesUnknown,
     boolean,
@@ -63,7 +63,7 @@ class GenerationRequest(
     """The text to continue."""
     prompt_token_ids: Annotated[list[int] | None, _prompt_ids] = None
     """The token ids to continue."""
-    messages: Annotated[list[dict[str, Any]] | None, chat] = None
+    messages: Annotated[list[dict[str, Any]] | None, messages] = None
     """A chat for the model's chat template: objects with `role` and `content`."""
     tools: Annotated[list[dict[str, Any]] | None, tools] = None
     """The functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name": ...}}."""

@@ -1,1 +1,1 @@
-"""The job's record in Redis, from its birth to its end: keys, scripts, states, results, readers, writer."""
+"""The queue in Redis, and each job's record and result: keys, scripts, readers, writer."""

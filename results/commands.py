@@ -1,4 +1,4 @@
-"""Every call of the queue as a Redis command: pure functions, so that sync and async callers share them.
+"""The calls of clients, and an engine's writes, as Redis commands: pure functions that sync and async callers share.
 
 The functions of `replies` read the replies. Each script's header documents its arguments, reply and transition.
 """
@@ -113,10 +113,6 @@ def body_start(keys: QueueKeys, job_id: str) -> Command:
 
 def look_up(keys: QueueKeys, job_id: str) -> Command:
     return command("HMGET", keys.job(job_id), "state", "batch", "redriven_as", "error_kind")
-
-
-def error_kind(keys: QueueKeys, job_id: str) -> Command:
-    return command("HGET", keys.job(job_id), "error_kind")
 
 
 def stats(keys: QueueKeys) -> Command:

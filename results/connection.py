@@ -88,7 +88,7 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
     try:
         options = {**_OPTIONS, **({"connection_class": _TlsConnection} if _is_tls(resolved) else {})}
         pool = _Pool.from_url(resolved, retry=retry, **_options_for(resolved, options))
-        return _with_a_host(redis.Redis.from_pool(pool))
+        return _checked_client(redis.Redis.from_pool(pool))
     except _INVALID_OPTIONS as error:
         raise _bad_url(resolved, error) from error
 
@@ -115,7 +115,7 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
             cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_options_for(plain, _ASYNC_OPTIONS))
             return cast(redis.asyncio.Redis, cluster)
         options = {**_ASYNC_OPTIONS, **({"socket_connect_timeout": HANDSHAKE_LIMIT_S} if _is_tls(resolved) else {})}
-        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_options_for(resolved, options)))
+        return _checked_client(redis.asyncio.Redis.from_url(resolved, retry=retry, **_options_for(resolved, options)))
     except _INVALID_OPTIONS as error:
         raise _bad_url(resolved, error) from error
 
@@ -139,7 +139,7 @@ def _is_tls(url: str) -> bool:
     return url.startswith("rediss://")
 
 
-def _with_a_host(client: _AnyClient) -> _AnyClient:
+def _checked_client(client: _AnyClient) -> _AnyClient:
     """Return the client. Raises ValueError for an invalid host name, and TypeError for an unknown option, which redis-py
     reports with the first command."""
     pool = client.connection_pool

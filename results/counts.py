@@ -33,10 +33,10 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     sleep_levels: dict[str, int] = {}
     """By engine id: 0 awake, 1 asleep with the weights in host memory, 2 asleep without the weights."""
-    rejected: int = 0
-    """Inbox entries that could not become a job; `list_rejected` returns the last ones."""
     was_served: bool = True
     """False if no engine has ever served the queue: its name may be mistyped."""
+    rejected: int = 0
+    """Inbox entries that could not become a job; `list_rejected` returns the last ones."""
     inbox: int = 0
     """Inbox entries that no engine has accepted or rejected yet. They are no jobs before that."""
 

@@ -30,16 +30,12 @@ def claim(reply: list[Any]) -> Claim:
     return Claim(jobs=[_claimed_job(fields) for fields in jobs], num_ready=num_ready, num_set_aside=num_set_aside)
 
 
-def _split_off_logprobs(others: list[Any]) -> list[list[bytes]]:
-    """Remove the log-probabilities from the end of a list of pairs, and return those of each candidate."""
-    return [lines.splitlines() for lines in others.pop()] if len(others) % 2 else []
-
-
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
     job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, *more = fields
     protocol, tenant, priority, *others = more
-    wrong, logprobs = None, _split_off_logprobs(others) if others else []
+    has_logprobs = len(others) % 2 == 1  # those of each candidate, behind pairs
+    wrong, logprobs = None, [lines.splitlines() for lines in others.pop()] if has_logprobs else []
     saved = [tokens, num_published, *others]  # of each candidate
     is_intact = seed and created and protocol == _PROTOCOL and (seed + created).isdigit()  # as nearly always
     if not is_intact or len(seed) > 19 or len(created) > 19 or len(tokens) % 4 or others:

@@ -21,10 +21,10 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     waiting                hash    jobs and tokens not yet running, by tenant    submit, claim        while not empty
     batch:<batch>          hash    counts of a batch's jobs by state             every transition     record TTL after end
     members:<batch>        list    ids of a batch's jobs                         submit               like its batch
-    leases:<engine>        set     jobs that this engine incarnation owns        claim, finish        while not empty
-    engines                zset    engine incarnations, score last heartbeat ms  heartbeat            until recovered
-    engine:<engine>        hash    the heartbeat, and the last claim's answer    heartbeat, claim     heartbeat limit
-    signals:<engine>       list    what to do, what to log, each with a job id   cancel, watch, ...   60 s
+    leases:<engine>        set     jobs that this engine holds                   claim, finish        while not empty
+    engines                zset    engines, score last heartbeat ms              heartbeat            until recovered
+    engine:<engine>        hash    heartbeat, last claim, what was asked of it   heartbeat, claim **  heartbeat limit
+    signals:<engine>       list    a kind and a job id, or "beat now"            cancel, watch, ...   60 s
     done                   stream  completions: id, state                        finish               100,000 entries
     dead                   zset    failed jobs, score ended at ms                finish, redrive      record TTL
     inbox                  stream  requests of any client: field `job`, JSON     anybody              until accepted
@@ -35,6 +35,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     serial                 string  the last number for an age or a lease         submit, claim        permanent
 
     * or like the result, when the stream has lost events
+    ** and sleep and reset_cache, which an operator calls
 
 Of several candidates each has tokens:<id>:<index>, logprobs:<id>:<index>, text:<id>:<index> and chat:<id>:<index>.
 """
@@ -54,8 +55,6 @@ class QueueKeys:
             raise ValueError(f"queue: must match [A-Za-z0-9._-]{{1,64}}, got {queue!r}")
         self.queue = queue
         self.prefix = f"millrace:{{{queue}}}:"
-        self.delayed = self.prefix + "delayed"
-        self.deadlines = self.prefix + "deadlines"
         self.done = self.prefix + "done"
         self.dead = self.prefix + "dead"
         self.inbox = self.prefix + "inbox"
@@ -70,14 +69,8 @@ class QueueKeys:
     def body(self, job_id: str) -> str:
         return self.prefix + "body:" + job_id
 
-    def tokens(self, job_id: str) -> str:
-        return self.prefix + "tokens:" + job_id
-
     def result(self, job_id: str) -> str:
         return self.prefix + "result:" + job_id
-
-    def leases(self, engine_id: str) -> str:
-        return self.prefix + "leases:" + engine_id
 
     def members(self, batch: str) -> str:
         return self.prefix + "members:" + batch

@@ -1,4 +1,5 @@
-"""The queue: one typed call for each transition of a job, and calls that read."""
+"""The queue as an engine sees it: one typed call for each transition of a job. Programs that submit jobs and read results
+use `producer.Client`."""
 
 from __future__ import annotations
 

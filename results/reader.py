@@ -13,7 +13,7 @@ from millrace.results.errors import JobNotFound, QueueError, ResultExpired
 from millrace.results.job import StreamEvent
 from millrace.results.keys import QueueKeys
 from millrace.results.transport import Call, Reply
-from millrace.results.waiting import Deadline, JobDeadline, WaitLog, describe_obstacle
+from millrace.results.waiting import Deadline, JobWait, describe_obstacle
 
 START = "0-0"
 WATCH_REFRESH_S = 10.0
@@ -53,8 +53,7 @@ class EventFollower:
         self._keys = keys
         self._job_id = job_id
         self._last_id = after or START
-        self._deadline = JobDeadline(keys, job_id, timeout_s)
-        self._log = WaitLog(job_id, keys.queue)
+        self._wait = JobWait(keys, job_id, timeout_s)
         self._num_tokens: int | None = None if after else 0  # of all candidates, read so far; None: unknown
         self._read: dict[int, _Read] | None = None if after else {}
         """What was read, by candidate. None: unknown, after a resumption."""
@@ -66,7 +65,7 @@ class EventFollower:
     def next_events(self) -> Call[list[StreamEvent]]:
         """Return the next events as soon as there are some; none after the terminal one. Raises JobNotFound, ResultExpired,
         and WaitTimeout if none has come in time."""
-        self._deadline.restart()
+        self._wait.restart()
         events: list[StreamEvent] = []
         try:
             while not events and not self._is_done:
@@ -83,7 +82,7 @@ class EventFollower:
             return self._trimmed_events((yield [commands.trimmed(self._keys, self._job_id)])[0])
 
         stream = self._keys.result(self._job_id)
-        block_ms = None if self._has_ended else self._deadline.block_ms() or None
+        block_ms = None if self._has_ended else self._wait.block_ms() or None
         found = yield [commands.read_stream(stream, self._last_id, MAX_ENTRIES, block_ms)]
         entries = replies.stream_entries(found[0])
         if entries and self._num_tokens is None:  # after a resumption these have no offset to compare with
@@ -93,14 +92,13 @@ class EventFollower:
         elif not entries and self._has_ended:
             self._take_watch((yield [watch])[0])  # has the stream ended, or has it expired?
             self._is_done = True
-        elif not entries and self._deadline.block_ms():
+        elif not entries and self._wait.block_ms():
             watched, stats = yield [watch, commands.stats(self._keys)]
             self._take_watch(watched)
-            self._log.note(replies.text(watched[0]), replies.queue_stats(stats))
+            self._wait.note(replies.text(watched[0]), replies.queue_stats(stats))
         elif not entries:
             again = "call stream again, `after` the last event"
-            answers = yield self._deadline.last_commands()
-            raise self._deadline.job_error(f"no event of job {self._job_id!r} has come", answers, again)
+            raise (yield from self._wait.job_error(f"no event of job {self._job_id!r} has come", again))
         return self._events(entries)
 
     def _take_watch(self, watched: Reply) -> None:

@@ -84,17 +84,10 @@ _CREATED = Outcome("created")
 
 
 def queue_stats(reply: list[Any]) -> QueueStats:
-    *counts, is_paused, pairs, was_served, rejected, inbox = reply
-    asleep = {engine_id.decode(): level for engine_id, level in zip(pairs[::2], pairs[1::2], strict=True)}
-    named = dict(zip(QueueStats.__struct_fields__, counts, strict=False))
-    return QueueStats(
-        **named,
-        is_paused=bool(is_paused),
-        sleep_levels=asleep,
-        was_served=bool(was_served),
-        rejected=rejected,
-        inbox=inbox,
-    )
+    named = dict(zip(QueueStats.__struct_fields__, reply, strict=True))  # in the order of the script's reply
+    pairs = named["sleep_levels"]
+    named["sleep_levels"] = dict(zip(decode_list(pairs[::2]), pairs[1::2], strict=True))
+    return msgspec.convert(named, QueueStats, strict=False)
 
 
 def tenants(counts: dict[bytes, bytes]) -> dict[str, TenantStats]:

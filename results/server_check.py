@@ -8,8 +8,8 @@ from typing import Any
 import redis
 
 from millrace.results.connection import node_of, server_name
-from millrace.results.errors import QueueError, ServerUnsuitable
-from millrace.results.server_errors import as_unavailable, cluster_node_error, sentinel_error
+from millrace.results.errors import InvalidRedisURL, QueueError, ServerUnsuitable
+from millrace.results.server_errors import A_CLUSTER_NODE, A_SENTINEL, as_unavailable
 
 MIN_REDIS = (6, 2)
 MIN_VALKEY = (7, 2)
@@ -28,9 +28,9 @@ def check_server(client: redis.Redis, key: str) -> list[str]:
         return [f"Redis at {server} does not permit INFO: check that maxmemory-policy is noeviction"]
     modes = (info.get("redis_mode"), info.get("server_mode"))  # the second one is Valkey's
     if "sentinel" in modes:
-        raise sentinel_error(server)
+        raise InvalidRedisURL(f"Redis at {server} is {A_SENTINEL}")
     if "cluster" in modes and not isinstance(client, redis.RedisCluster):
-        raise cluster_node_error(server)
+        raise InvalidRedisURL(f"Redis at {server} is {A_CLUSTER_NODE}")
     _check_version(info, server)
     warnings = []
     policy = info.get("maxmemory_policy")

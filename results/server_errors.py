@@ -30,9 +30,9 @@ def _with_remedy(error: Exception, server: str) -> RedisUnavailable | None:
         remedy = "it speaks TLS: write rediss://" if _TLS_ALERT in text else "check host and port in the URL"
         return RedisUnavailable(f"what answers at {server} does not speak Redis's protocol: {remedy} ({text})")
     if unknown := _UNKNOWN_TO_A_SENTINEL.search(text):
-        return InvalidRedisURL(f"Redis at {server} seems to be {_A_SENTINEL} ({unknown[0]})")
+        return InvalidRedisURL(f"Redis at {server} seems to be {A_SENTINEL} ({unknown[0]})")
     if isinstance(error, redis.exceptions.AskError) and "+cluster://" not in server:  # MovedError is one too
-        return InvalidRedisURL(f"Redis at {server} is {_A_CLUSTER_NODE} ({text})")
+        return InvalidRedisURL(f"Redis at {server} is {A_CLUSTER_NODE} ({text})")
     if _is_of_full_pool(error):
         return RedisUnavailable(f"All connections of this client to Redis at {server} are in use{_POOL_REMEDY}")
     for kind, sentence in _SENTENCES:
@@ -60,16 +60,6 @@ _IN_SCRIPT = re.compile(r" script: (?:\w+, )?on @user_script:\d+\.")
 def is_unanswered_handshake(error: redis.TimeoutError, server: str) -> bool:
     """Return whether a TLS handshake timed out: probably the port does not speak TLS, so another attempt does not help."""
     return server.startswith("rediss://") and "connecting" in str(error)
-
-
-def sentinel_error(server: str) -> InvalidRedisURL:
-    """Return the error for the URL of a Sentinel."""
-    return InvalidRedisURL(f"Redis at {server} is {_A_SENTINEL}")
-
-
-def cluster_node_error(server: str) -> InvalidRedisURL:
-    """Return the error for the URL of a cluster's node that does not name a cluster."""
-    return InvalidRedisURL(f"Redis at {server} is {_A_CLUSTER_NODE}")
 
 
 def means_outage(error: BaseException) -> bool:
@@ -150,9 +140,9 @@ MASTER_NEEDED = (
     "give the URL of the master, or make a Client from Sentinel(...).master_for(name, socket_timeout=15) of redis-py"
 )
 
-_A_SENTINEL = f"a Sentinel, which does not hold the data: {MASTER_NEEDED}"
+A_SENTINEL = f"a Sentinel, which does not hold the data: {MASTER_NEEDED}"
 
-_A_CLUSTER_NODE = (
+A_CLUSTER_NODE = (
     "a node of a Redis Cluster: write redis+cluster:// in its URL (rediss+cluster:// with TLS), "
     "or make a Client from a RedisCluster of redis-py"
 )

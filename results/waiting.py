@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
 
 from millrace.results import commands, replies
 from millrace.results.connection import BLOCK_LIMIT_S
@@ -14,8 +13,7 @@ from millrace.results.errors import WaitTimeout
 from millrace.results.job import Job
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import TERMINAL_STATES
-from millrace.results.scripts import Command
-from millrace.results.transport import Reply
+from millrace.results.transport import Call
 
 logger = logging.getLogger("millrace.client")
 
@@ -44,36 +42,27 @@ class Deadline:
         return WaitTimeout(f"{what} within {self._timeout_s:g} s{why}. {todo}", job_id)
 
 
-class JobDeadline(Deadline):
-    """Limits how long a reader waits for one job. The error says why the job has not ended."""
+class JobWait(Deadline):
+    """Limits how long a reader waits for one job, and logs each obstacle of the job once."""
 
     def __init__(self, keys: QueueKeys, job_id: str, timeout_s: float | None) -> None:
         super().__init__(timeout_s)
         self._keys = keys
         self._job_id = job_id
+        self._logged: str | None = None
+        """The obstacle that was logged last."""
 
-    def last_commands(self) -> list[Command]:
-        """Return what to send after the deadline; `job_error` takes the replies."""
-        return [commands.position(self._keys, self._job_id), commands.stats(self._keys)]
-
-    def job_error(self, what: str, answers: Sequence[Reply], again: str = "wait again") -> WaitTimeout:
-        queue, stats = self._keys.queue, replies.queue_stats(answers[1])
-        place = replies.position(self._job_id, queue, answers[0])
+    def job_error(self, what: str, again: str = "wait again") -> Call[WaitTimeout]:
+        """Return the error for a wait that has reached the deadline. It says why the job has not ended."""
+        place_reply, stats_reply = yield [commands.position(self._keys, self._job_id), commands.stats(self._keys)]
+        queue, stats = self._keys.queue, replies.queue_stats(stats_reply)
+        place = replies.position(self._job_id, queue, place_reply)
         reason, has_obstacle = describe_wait(place, stats, queue), stats.obstacle_of(place.state) is not None
         return self.error(what, reason, has_obstacle=has_obstacle, again=again, job_id=self._job_id)
 
-
-class WaitLog:
-    """Owns which obstacle of one job was logged last, so that it is logged once."""
-
-    def __init__(self, job_id: str, queue: str) -> None:
-        self._job_id = job_id
-        self._queue = queue
-        self._logged: str | None = None
-
     def note(self, state: str, stats: QueueStats) -> None:
         """Log what keeps the job, which is in this state, from ending, or that nothing does so any more."""
-        obstacle = describe_job_obstacle(state, stats, self._queue)
+        obstacle = describe_job_obstacle(state, stats, self._keys.queue)
         if obstacle != self._logged and state not in TERMINAL_STATES:
             what = f"waits: {obstacle}" if obstacle else "continues: engines claim jobs of its queue again"
             logger.warning("job %r %s", self._job_id, what)

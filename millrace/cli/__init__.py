@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from millrace import __version__
-from millrace.cli.exits import INTERRUPTED, INVALID, OTHER, CommandError, as_exit
+from millrace.cli.exits import CLOSED_PIPE, INTERRUPTED, INVALID, CommandError, as_exit
 
 _DESCRIPTION = "Turn a Redis that you already run into an LLM generation service."
 _EPILOG = """\
@@ -23,7 +23,7 @@ that MILLRACE_REDIS_URL_FILE names, REDIS_URL, redis://localhost:6379/0.
 
 Exit status: 0 success, 1 a job or the program failed, 2 the command or a
 request is not valid, 3 no such job, batch or engine, 4 the Redis server cannot
-be used, 5 timed out, 130 interrupted."""
+be used, 5 timed out, 130 interrupted, 141 stdout was closed by its reader."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader has closed the pipe, as in `millrace ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OTHER
+        return CLOSED_PIPE
     except Exception as error:
         status, message = as_exit(error)
         print(f"millrace: {message}", file=sys.stderr)
@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs. The `run` of a parsed namespace does the work."""
-    from millrace.cli import demo, gateway, jobs, queue, retry, run_batch, serve, sleep, submit, wait
+    from millrace.cli import demo, engines, gateway, jobs, queue, retry, run_batch, serve, submit, wait
 
     parser = _Parser(
         prog="millrace",
@@ -84,6 +84,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"millrace {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for module in (demo, serve, submit, run_batch, wait, jobs, retry, queue, sleep, gateway):
+    for module in (demo, serve, submit, run_batch, wait, jobs, retry, queue, engines, gateway):
         module.add_parsers(verbs)
     return parser

@@ -9,6 +9,7 @@ the queue.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import hashlib
@@ -24,7 +25,6 @@ from typing import IO, Any, NamedTuple, Self
 import msgspec
 
 from millrace.cli.exits import INVALID, NO_REDIS, CommandError
-from millrace.cli.values import BYTE_ORDER_MARK
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """Longer lines are refused. They are not read into memory."""
@@ -124,7 +124,7 @@ def _lines(file: IO[bytes]) -> Iterator[InputLine]:
             yield InputLine(number, None)
             continue
         if number == 1:
-            text = text.removeprefix(BYTE_ORDER_MARK)
+            text = text.removeprefix(codecs.BOM_UTF8)  # which some editors write
         if text.strip():
             yield InputLine(number, text)
 
@@ -173,9 +173,6 @@ class OutputFile:
     def id_of(self, number: int) -> str:
         """Return the id of a line of the input, which is that of its job."""
         return f"{self.batch}-{number}"
-
-    def number_of(self, line_id: str) -> int:
-        return int(line_id.rpartition("-")[2])
 
     def has(self, number: int) -> bool:
         """Return whether the output has the answer to this line of the input."""
@@ -270,7 +267,7 @@ class OutputFile:
 
     def _note(self, line: dict[str, Any]) -> None:
         """Note that the output has a line."""
-        number = self.number_of(line["id"])
+        number = int(line["id"].rpartition("-")[2])
         self._has_line[number] = True
         if _has_failed(line):
             self.num_failed += 1

@@ -8,17 +8,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from millrace.cli.exits import OK, OTHER, CommandError
+from millrace.cli.exits import OK, OTHER, CommandError, sigterm_interrupts
 from millrace.cli.local_engine import ChildProcess, private_server
 from millrace.cli.options import Verbs, add_verb
 from millrace.cli.serve import engine_command, require_engine
@@ -37,9 +36,9 @@ _POLL_INTERVAL_S = 0.05
 
 
 def add_parsers(verbs: Verbs) -> None:
-    parser = add_verb(verbs, "demo", "run a demo on this machine; it needs no Redis, no GPU and no model")
+    parser = add_verb(verbs, "demo", run, "run a demo on this machine; it needs no Redis, no GPU and no model")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model (default: the tiny one of the checkout)")
-    parser.set_defaults(run=run, queue="demo")
+    parser.set_defaults(queue="demo")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or _tiny_model()
     queue = f"{args.queue}-{uuid.uuid4().hex[:8]}"  # new, also on a server that is in use
     with (
-        _ended_by_sigterm(),
+        sigterm_interrupts(),
         tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder,
         contextlib.nullcontext(args.redis) if args.redis else private_server() as redis_url,
     ):
@@ -157,17 +156,3 @@ def _tiny_model() -> Path:
     if not (model / "config.json").exists():
         raise CommandError(f"the demo's model is not at {model}; run the demo in a checkout, or give --model DIR")
     return model
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C, so that the demo's processes end too."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

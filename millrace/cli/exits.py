@@ -1,9 +1,13 @@
-"""Exit statuses, and the mapping of errors to them."""
+"""Exit statuses, and the mapping of errors and of SIGTERM to them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import signal
 import traceback
+from collections.abc import Iterator
+from typing import NoReturn
 
 OK = 0
 OTHER = 1
@@ -16,6 +20,8 @@ NO_REDIS = 4
 continues."""
 TIMED_OUT = 5
 INTERRUPTED = 130
+CLOSED_PIPE = 141
+"""The reader of stdout has seen enough; a shell has this status for a program that SIGPIPE ends."""
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -28,6 +34,20 @@ class CommandError(Exception):
     def __init__(self, message: str, status: int = OTHER) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C inside the block, so that the verb ends its processes and says how to continue."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def as_exit(error: Exception) -> tuple[int, str]:

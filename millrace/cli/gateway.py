@@ -19,7 +19,7 @@ def add_parsers(verbs: Verbs) -> None:
     gateway = verbs.add_parser("gateway", help="run the jobs of another queue system")
     kinds = gateway.add_subparsers(title="kinds", metavar="KIND", required=True)
     summary = "run jobs from RQ queues and return their results to RQ"
-    rq = add_verb(kinds, "rq", summary, conflict_handler="resolve")  # --queue is replaced
+    rq = add_verb(kinds, "rq", run_rq, summary, conflict_handler="resolve")  # --queue is replaced
     default = "the queue (default: %(default)s)"
     rq.add_argument("--queue", action=_OneQueue, default="default", metavar="NAME", help=default)
     rq.add_argument("--queues", required=True, type=_names, metavar="A,B", help="RQ queues, the most important first")
@@ -31,7 +31,6 @@ def add_parsers(verbs: Verbs) -> None:
         "--log-format", choices=("text", "json"), default="text", help="text lines, or one JSON object a line"
     )
     rq.add_argument("--check", action="store_true", help="exit with 0 if such a gateway runs on this host, else with 1")
-    rq.set_defaults(run=run_rq)
 
 
 class _OneQueue(argparse.Action):

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, OTHER, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client, open_reconnecting_client
-from millrace.cli.output import OutputPrinter, end_of, print_job, print_json, print_outputs, print_table, remark
+from millrace.cli.output import (
+    OutputPrinter,
+    print_fields,
+    print_job,
+    print_json,
+    print_outputs,
+    print_table,
+    remark,
+    report_end,
+)
 from millrace.cli.values import counted
 from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
@@ -26,36 +35,31 @@ _STATES = ("running", "queued", "delayed", *_ENDED)
 
 
 def add_parsers(verbs: Verbs) -> None:
-    get = add_verb(verbs, "get", "show a job and its text so far")
+    get = add_verb(verbs, "get", run_get, "show a job and its text so far")
     get.add_argument("id")
     add_json(get)
-    get.set_defaults(run=run_get)
 
-    tail = add_verb(verbs, "tail", "print a job's text while it is generated")
+    tail = add_verb(verbs, "tail", run_tail, "print a job's text while it is generated")
     tail.add_argument("id")
     tail.add_argument("--after", metavar="EVENT", help="start after this event, the `id` of a `--json` line")
     add_json(tail)
-    tail.set_defaults(run=run_tail)
 
-    cancel = add_verb(verbs, "cancel", "cancel queued or running jobs")
+    cancel = add_verb(verbs, "cancel", run_cancel, "cancel queued or running jobs")
     cancel.add_argument("ids", nargs="*", metavar="id")
     cancel.add_argument("--batch", metavar="NAME", help="cancel every job of this batch")
     cancel.add_argument("--waiting", action="store_true", help="cancel every job that waits; running jobs continue")
     add_json(cancel)
-    cancel.set_defaults(run=run_cancel)
 
-    delete = add_verb(verbs, "delete", "delete jobs that have ended: their requests, outputs and records")
+    delete = add_verb(verbs, "delete", run_delete, "delete jobs that have ended: their requests, outputs and records")
     delete.add_argument("ids", nargs="*", metavar="id")
     delete.add_argument("--batch", metavar="NAME", help="delete every job of this batch that has ended")
     add_json(delete)
-    delete.set_defaults(run=run_delete)
 
-    ls = add_verb(verbs, "ls", "list jobs: running, next to start, and last ended")
+    ls = add_verb(verbs, "ls", run_ls, "list jobs: running, next to start, and last ended")
     ls.add_argument("--state", choices=_STATES, help="only jobs in this state; of the last 10,000 that ended")
     ls.add_argument("--rejected", action="store_true", help="inbox entries that could not become jobs, the last first")
     ls.add_argument("--limit", type=counted, default=50, metavar="N", help="list at most N jobs (default: %(default)s)")
     add_json(ls)
-    ls.set_defaults(run=run_ls)
 
 
 def run_get(args: argparse.Namespace) -> int:
@@ -110,7 +114,7 @@ def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | N
     if not args.json:
         printer.end(is_finished=job.state == "finished")
         print_outputs(job, first=1)
-    return end_of(job)
+    return report_end(job)
 
 
 def run_cancel(args: argparse.Namespace) -> int:
@@ -153,10 +157,8 @@ def _print_outcomes(args: argparse.Namespace, outcomes: Mapping[str, str]) -> in
         if outcome == "unknown" and args.ids:
             remark(str(JobNotFound(job_id, args.queue)))
             status = NOT_FOUND
-        elif args.json:
-            print_json({"id": job_id, "outcome": outcome})
         else:
-            print(f"{job_id}\t{outcome}")
+            print_fields(id=job_id, outcome=outcome, as_json=args.json)
     return status
 
 

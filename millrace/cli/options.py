@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,15 +16,22 @@ Verbs = Any
 
 
 def add_verb(
-    verbs: Verbs, name: str, summary: str, queue: str | None = "default", **options: Any
+    verbs: Verbs,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    queue: str | None = "default",
+    **options: Any,
 ) -> argparse.ArgumentParser:
-    """Add a verb with the options of every verb. `queue`: the default of --queue; None stands for all queues."""
+    """Add a verb with the options of every verb. `run` does its work and returns the exit status. `queue`: the default of
+    --queue; None stands for all queues."""
     parser: argparse.ArgumentParser = verbs.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False, **options
     )
     parser.add_argument("--redis", metavar="URL", help="Redis server; see `millrace --help` for the default")
     text = "the queue (default: %(default)s)" if queue else "only this queue (default: all)"
     parser.add_argument("--queue", default=queue, metavar="NAME", help=text)
+    parser.set_defaults(run=run)
     return parser
 
 

@@ -73,8 +73,9 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def print_id(job_id: str, *, as_json: bool) -> None:
-    print_json({"id": job_id}) if as_json else print(job_id)
+def print_fields(*, as_json: bool, **fields: str) -> None:
+    """Print one result as JSON, or only its values, with tabs in between."""
+    print_json(fields) if as_json else print("\t".join(fields.values()))
 
 
 def print_job(job: Job, **more: Any) -> None:
@@ -175,11 +176,11 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, must_
     console.print(table, crop=False)
 
 
-def end_of(job: Job) -> int:
+def report_end(job: Job) -> int:
     """Return the exit status for a job that has ended. If it did not finish, or was cut, print why on stderr."""
     if was_cut(job):
         remark(f"{job.id}: {CUT}")
-    return status_of(job)
+    return report_failure(job)
 
 
 def was_cut(job: Job) -> bool:
@@ -187,12 +188,13 @@ def was_cut(job: Job) -> bool:
     return any(output.finish_reason == "length" for output in job.outputs)
 
 
-def run_again(num_jobs: int) -> str:
-    """Return a remark on jobs of a batch that were run again."""
-    return f"left out: {num_jobs} jobs that were run again, since their new jobs belong to the batch too"
+def remark_on_redrives(num_jobs: int) -> None:
+    """Report how many jobs of a batch are left out."""
+    if num_jobs:
+        remark(f"left out: {num_jobs} jobs that were run again, since their new jobs belong to the batch too")
 
 
-def status_of(job: Job) -> int:
+def report_failure(job: Job) -> int:
     """Return the exit status for a job that has ended. If it did not finish, print why on stderr."""
     if job.state == "finished" and job.has_result:
         return OK

@@ -18,11 +18,11 @@ REPORT_INTERVAL_S = 10.0
 class ProgressReport:
     """Shows how many of some things are done. A context."""
 
-    def __init__(self, total: int, what: str, done: str, num_before: int = 0, *, has_bar: bool | None = None) -> None:
-        """what, done: such as "jobs" and "ended". `has_bar`: see `progress_bar`."""
+    def __init__(self, total: int, what: str, done: str, num_before: int = 0, *, is_shown: bool | None = None) -> None:
+        """what, done: such as "jobs" and "ended". `is_shown`: whether there is a bar, see `progress_bar`."""
         self._total, self._what, self._done, self._num_before = total, what, done, num_before
         self._began_s = self._reported_s = time.monotonic()
-        self._bar = progress_bar(has_terminal=has_bar)
+        self._bar = progress_bar(is_shown=is_shown)
         self._task = self._bar.add_task(done, total=total, completed=num_before)
 
     def __enter__(self) -> None:
@@ -45,8 +45,9 @@ class ProgressReport:
             )
 
 
-def progress_bar(*, has_terminal: bool | None = None) -> Progress:
-    """Return a progress bar on stderr. By default it is off if stdout is a terminal too: printed lines show the progress."""
+def progress_bar(*, is_shown: bool | None = None) -> Progress:
+    """Return a progress bar on stderr. By default it is shown on a terminal, but not if stdout is one too, where printed
+    lines show the progress."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -76,10 +77,10 @@ def progress_bar(*, has_terminal: bool | None = None) -> Progress:
             return Text(f"left: {left}")
 
     console = Console(stderr=True)
-    if has_terminal is None:
-        has_terminal = console.is_terminal and not sys.stdout.isatty()
+    if is_shown is None:
+        is_shown = console.is_terminal and not sys.stdout.isatty()
     columns = (
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn()),
         *(TimeElapsedColumn(), TimeLeftColumn()),
     )
-    return Progress(*columns, console=console, disable=not has_terminal, redirect_stdout=False)
+    return Progress(*columns, console=console, disable=not is_shown, redirect_stdout=False)

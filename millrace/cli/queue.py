@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, OTHER, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
-from millrace.cli.output import print_job, print_json, print_table, remark, run_again
+from millrace.cli.output import print_job, print_json, print_table, remark, remark_on_redrives
 from millrace.cli.values import counted
 from millrace.cli.wait_report import warn_if_never_served
 
@@ -27,39 +27,40 @@ _BATCH_COUNTS = ("queued", "delayed", "running", "finished", "failed", "cancelle
 
 
 def add_parsers(verbs: Verbs) -> None:
-    stats = add_verb(verbs, "stats", "show the job and token counts of a queue, and its engines")
+    stats = add_verb(verbs, "stats", run_stats, "show the job and token counts of a queue, and its engines")
     stats.add_argument("--min-engines", type=counted, metavar="N", help="fail if fewer engines have a heartbeat")
     stats.add_argument("--tenants", action="store_true", help="show what waits of each tenant instead")
     add_json(stats)
-    stats.set_defaults(run=run_stats)
 
-    queues = add_verb(verbs, "queues", "list the queues of the server: their counts, and why no jobs start", queue=None)
+    queues = add_verb(
+        verbs, "queues", run_queues, "list the queues of the server: their counts, and why no jobs start", queue=None
+    )
     add_json(queues)
-    queues.set_defaults(run=run_queues)
 
-    settings = add_verb(verbs, "settings", "show the limits, times and weights of a queue, or change some")
+    settings = add_verb(
+        verbs, "settings", run_settings, "show the limits, times and weights of a queue, or change some"
+    )
     change_help = "set it, such as max_queued_jobs=1000 or weight:TENANT=2; without a VALUE it gets its default again"
     settings.add_argument("changes", nargs="*", metavar="NAME=VALUE", help=change_help)
     add_json(settings)
-    settings.set_defaults(run=run_settings)
 
     batch = verbs.add_parser("batch", help="show a batch of jobs", description="Show a batch of jobs.")
     whats = batch.add_subparsers(metavar="WHAT", required=True)
-    status = add_verb(whats, "status", "count the jobs of a batch by state")
+    status = add_verb(whats, "status", run_batch_status, "count the jobs of a batch by state")
     status.add_argument("batch")
     add_json(status)
-    status.set_defaults(run=run_batch_status)
 
-    results = add_verb(whats, "results", "print the jobs of a batch that have ended, one JSON object each")
+    results = add_verb(
+        whats, "results", run_batch_results, "print the jobs of a batch that have ended, one JSON object each"
+    )
     results.add_argument("batch")
     results.add_argument("-o", "--output", metavar="FILE", help="write them into this file, at the end in one go")
     add_json(results)
-    results.set_defaults(run=run_batch_results)
 
-    pause = add_verb(verbs, "pause", "stop starting jobs; running jobs finish, and new jobs are accepted")
-    pause.set_defaults(run=run_pause, is_paused=True)
-    resume = add_verb(verbs, "resume", "start the jobs of a paused queue again")
-    resume.set_defaults(run=run_pause, is_paused=False)
+    pause = add_verb(verbs, "pause", run_pause, "stop starting jobs; running jobs finish, and new jobs are accepted")
+    pause.set_defaults(is_paused=True)
+    resume = add_verb(verbs, "resume", run_pause, "start the jobs of a paused queue again")
+    resume.set_defaults(is_paused=False)
 
 
 def run_stats(args: argparse.Namespace) -> int:
@@ -192,8 +193,7 @@ def run_batch_results(args: argparse.Namespace) -> int:
         else:
             for job in jobs:
                 print_job(job)
-    if num_rerun:
-        remark(run_again(num_rerun))
+    remark_on_redrives(num_rerun)
     if num_expired:
         remark(f"{num_expired} of {len(ended)} results have expired: has_result is false, and the text is empty")
     if len(ended) < len(states):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from millrace.cli.output import remark
 from millrace.producer import Client, InvalidRequest
-from millrace.producer.batches import batches, refused
 from millrace.producer.calls import READ_JOBS, KnownJob, batched, get_many, look_up
+from millrace.producer.submitting import command_loads, refused
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
 from millrace.results.durability import Durability, check_confirmed, confirmation
@@ -17,15 +18,17 @@ from millrace.results.errors import QueueError, QueueFull, RedisUnavailable
 from millrace.results.job import Job
 from millrace.results.messages import Submission
 from millrace.results.reader import CompletionFollower
-from millrace.results.reconnect import ReconnectingTransport
 from millrace.results.replies import Outcome
+from millrace.results.scripts import Command
 from millrace.results.server_errors import is_refusal
-from millrace.results.transport import Transport
+from millrace.results.transport import Reply, T, Transport
 
 SUBMITTED_JOBS = 256
 """Jobs that are submitted in one round trip."""
 FULL_QUEUE_INTERVAL_S = 1.0
 """Between two attempts to submit to a queue that is full of the jobs of others."""
+RETRY_INTERVAL_S = 0.5
+"""Between two attempts in an outage, each of which makes the transport's own retries."""
 
 
 class ReconnectingClient(Client):
@@ -33,7 +36,6 @@ class ReconnectingClient(Client):
 
     def _connect(self, url: str | Connection | None) -> Transport:
         self._reconnecting = ReconnectingTransport.to(url)
-        self._reconnecting.report = remark
         return self._reconnecting
 
     def limit_waiting(self, timeout_s: float | None) -> None:
@@ -130,7 +132,7 @@ class ReconnectingClient(Client):
     ) -> list[Outcome | QueueError | InvalidRequest]:
         """Submit jobs. Return for each one the outcome if the queue has it now, else the error. At a limit nothing more is
         sent. Raises NotDurable."""
-        to_send = [commands.submit(self._keys, some) for some in batches(jobs)]
+        to_send = [commands.submit(self._keys, some) for some in command_loads(jobs)]
         outcomes: list[Outcome] = []
         if to_send and (to_confirm := confirmation(durability)):
             answers, confirmed = self._transport.send_together(to_send, to_confirm)
@@ -144,3 +146,42 @@ class ReconnectingClient(Client):
         if jobs and durability != "memory":
             check_confirmed(durability, confirmed, accepted)
         return [refused(job, outcome, accepted) or outcome for job, outcome in zip(jobs, outcomes, strict=True)]
+
+
+class ReconnectingTransport(Transport):
+    """Repeats a call until the server answers again. Reports each outage on stderr, when it begins and when it ends.
+
+    Every call may be repeated, so nothing is submitted twice. Until the first reply an outage is an error, as in Transport:
+    the URL may be wrong. Not thread-safe.
+    """
+
+    ends_s = math.inf
+    """On the monotonic clock. From then on, an outage raises RedisUnavailable."""
+    _has_answered = False
+
+    def send(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
+        return self._repeat(lambda: super(ReconnectingTransport, self).send(command, meanwhile))
+
+    def send_many(self, commands: Sequence[Command]) -> list[Reply]:
+        return self._repeat(lambda: super(ReconnectingTransport, self).send_many(commands))
+
+    def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
+        return self._repeat(lambda: super(ReconnectingTransport, self).send_together(commands, last))
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        is_reported = False
+        while True:
+            try:
+                result = call()
+                break
+            except RedisUnavailable as error:
+                if not (self._has_answered and error.is_outage) or time.monotonic() >= self.ends_s:
+                    raise
+                if not is_reported:
+                    remark(f"{error} Trying again until the server answers.")
+                is_reported = True
+                time.sleep(RETRY_INTERVAL_S)
+        if is_reported:
+            remark(f"Redis at {self._server} answers again.")
+        self._has_answered = True
+        return result

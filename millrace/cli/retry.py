@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, OK, CommandError, as_exit
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import print_json, remark
+from millrace.cli.output import print_fields, remark
 
 if TYPE_CHECKING:
     from millrace.producer import Client
 
 
 def add_parsers(verbs: Verbs) -> None:
-    retry = add_verb(verbs, "retry", "run failed, expired or cancelled jobs again, as new jobs with the same body")
+    retry = add_verb(verbs, "retry", run, "run failed, expired or cancelled jobs again, as new jobs with the same body")
     retry.add_argument("ids", nargs="*", metavar="id")
     retry.add_argument("--all", action="store_true", help="every failed job of the queue whose request is valid")
     batch_help = "every job of this batch that has failed, expired or been cancelled, and whose request is valid"
     retry.add_argument("--batch", metavar="NAME", help=batch_help)
     add_json(retry)
-    retry.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.ids:
             retried = client.retry_batch(args.batch) if args.batch else client.retry_all()
             for job_id, new_id in retried.items():
-                _print_retried(job_id, new_id, as_json=args.json)
+                print_fields(id=job_id, redriven_as=new_id, as_json=args.json)
             if retried.left_out:
                 from millrace.results.errors import some_ids
 
@@ -43,16 +42,9 @@ def _retry(client: Client, job_id: str, *, as_json: bool) -> int:
     from millrace import CannotRedrive, JobNotFound
 
     try:
-        _print_retried(job_id, client.retry(job_id), as_json=as_json)
+        print_fields(id=job_id, redriven_as=client.retry(job_id), as_json=as_json)
     except (JobNotFound, CannotRedrive) as error:
         status, message = as_exit(error)
         remark(message)
         return status
     return OK
-
-
-def _print_retried(job_id: str, new_id: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"id": job_id, "redriven_as": new_id})
-    else:
-        print(f"{job_id}\t{new_id}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from millrace.cli.exits import INVALID, OK, OTHER, CommandError
+from millrace.cli.exits import INVALID, OK, OTHER, CommandError, sigterm_interrupts
 from millrace.cli.options import Verbs, add_verb
 from millrace.cli.output import CUT, remark
 from millrace.cli.progress import ProgressReport
@@ -19,7 +19,7 @@ from millrace.cli.wait_report import WaitReport
 
 if TYPE_CHECKING:
     from millrace.cli.batch_files import InputLine, OutputFile
-    from millrace.producer.openai_format import Call
+    from millrace.producer.openai_format import AnsweredLine
     from millrace.results.messages import Submission
 
 MAX_OPEN = 10_000
@@ -31,7 +31,7 @@ and a line was refused or has failed."""
 
 
 def add_parsers(verbs: Verbs) -> None:
-    parser = add_verb(verbs, "run-batch", "answer a file of requests in OpenAI's batch format", epilog=_EPILOG)
+    parser = add_verb(verbs, "run-batch", run, "answer a file of requests in OpenAI's batch format", epilog=_EPILOG)
     parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one JSON per line")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a new file for the answers")
     parser.add_argument("--model", metavar="DIR_OR_ID", help="start a private Redis, and an engine with this model")
@@ -42,7 +42,6 @@ def add_parsers(verbs: Verbs) -> None:
     parser.add_argument(
         "engine_options", nargs="*", metavar="-- OPTION", help="with --model: options of `millrace serve`"
     )
-    parser.set_defaults(run=run)
     _explain_engine_options(parser)
 
 
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     options = {name: each for name in ("tenant", "priority") if (each := getattr(args, name)) is not None}
     check_options(options)
     source = read_input(args.input)
-    with OutputFile(args.output, source, options) as output:
+    with sigterm_interrupts(), OutputFile(args.output, source, options) as output:
         if output.num_written < source.num_lines:
             run_ = _Run(output, source.num_lines, options, has_own_queue=bool(args.model))
             cancel = "" if args.model else f"; to cancel its jobs: millrace cancel --batch {output.batch}"
@@ -159,9 +158,11 @@ class _Run:
         self._has_own_queue = has_own_queue
         self._tenant = {name: value for name, value in options.items() if name == "tenant"}
         self._defaults = {name: value for name, value in options.items() if name == "priority"}
-        self._open: dict[str, Call] = {}
-        """By line id: the calls whose jobs are in the queue."""
-        self._progress = ProgressReport(num_lines, "lines", "answered", output.num_written, has_bar=sys.stderr.isatty())
+        self._open: dict[str, AnsweredLine] = {}
+        """By line id: the lines whose jobs are in the queue."""
+        self._progress = ProgressReport(
+            num_lines, "lines", "answered", output.num_written, is_shown=sys.stderr.isatty()
+        )
 
     def answer(self, lines: Iterator[InputLine], redis_url: str | None, queue: str, check: Callable[[], None]) -> None:
         from millrace.cli.reconnecting_client import ReconnectingClient
@@ -173,11 +174,11 @@ class _Run:
                 client.look_up([self._output.batch])  # if the server cannot be used, the run has not begun
                 self._output.begin()
             for line_id, end in client.run_all(self._jobs(lines), max_open=MAX_OPEN, check=check):
-                call = self._open.pop(line_id)
+                line = self._open.pop(line_id)
                 if isinstance(end, InvalidRequest):
-                    self._output.write(refused_line(line_id, call.custom_id, end, call.aliases))
+                    self._output.write(refused_line(line_id, line.custom_id, end, line.aliases))
                 else:
-                    self._output.write(ended_line(line_id, call, end))
+                    self._output.write(ended_line(line_id, line, end))
                 self._progress.show(self._output.num_written)
 
     def _jobs(self, lines: Iterator[InputLine]) -> Iterator[Submission]:
@@ -196,11 +197,11 @@ class _Run:
             try:
                 if text is None:
                     raise InvalidRequest("line", f"is longer than {MAX_LINE_BYTES:,} bytes; shorten the prompt")
-                call, request = parse_line(text, self._defaults)
+                line, request = parse_line(text, self._defaults)
                 request = msgspec.structs.replace(request, id=line_id, **self._tenant)
                 job = to_submission(request, batch=self._output.batch)
             except InvalidRequest as error:
                 self._output.write(refused_line(line_id, custom_id_of(text), error))
             else:
-                self._open[line_id] = call
+                self._open[line_id] = line
                 yield job

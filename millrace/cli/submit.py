@@ -12,7 +12,7 @@ from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.known_jobs import report_known
 from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_reconnecting_client
-from millrace.cli.output import print_id, stdin
+from millrace.cli.output import print_fields, stdin
 from millrace.cli.values import (
     TO_CONTEXT,
     integer,
@@ -89,7 +89,7 @@ _FORMS: dict[str, _Option] = {
 
 
 def add_parsers(verbs: Verbs) -> None:
-    submit = add_verb(verbs, "submit", "submit jobs")
+    submit = add_verb(verbs, "submit", run, "submit jobs")
     what = submit.add_mutually_exclusive_group(required=True)
     what.add_argument("prompt", nargs="?", help="the text to continue; - reads it from stdin")
     chat_help = "a chat instead of a prompt: a JSON list of messages with role and content"
@@ -122,7 +122,6 @@ def add_parsers(verbs: Verbs) -> None:
     )
     add_timeout(submit, "with --wait: stop waiting after this time")
     add_json(submit)
-    submit.set_defaults(run=run)
 
 
 def _add_group(parser: argparse.ArgumentParser, title: str, options: dict[str, _Option]) -> Any:
@@ -148,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     from millrace.cli.submit_file import submit_file
 
     with open_reconnecting_client(args) as client:
-        return submit_file(client, args, given_options(args), _call_options(args))
+        return submit_file(client, args, given_options(args))
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -167,11 +166,6 @@ def _field(option: str) -> str:
     return option.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
-def _call_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of the client's `submit` and `submit_many` that are not fields of a request."""
-    return {"batch": args.batch, "durability": args.durability}
-
-
 def _submit_prompt(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     with open_reconnecting_client(args) as client:
@@ -180,7 +174,14 @@ def _submit_prompt(args: argparse.Namespace) -> int:
         job_id = args.id or os.urandom(16).hex()
         what, way = f"job {job_id!r} may be in the queue", f"see: {command_line(args, 'get', job_id)}"
         with resumable(lambda: (what, way), after_refusal=False):
-            client.submit(prompt=prompt, job_id=job_id, stream=args.stream, **_call_options(args), **options)
+            client.submit(
+                prompt=prompt,
+                job_id=job_id,
+                stream=args.stream,
+                batch=args.batch,
+                durability=args.durability,
+                **options,
+            )
         if args.stream:
             return follow(client, args, job_id)
         if args.wait:
@@ -188,7 +189,7 @@ def _submit_prompt(args: argparse.Namespace) -> int:
         report_known(args, known, 0)
         warn_if_never_served(client, args.queue)
         try:
-            print_id(job_id, as_json=args.json)
+            print_fields(id=job_id, as_json=args.json)
             sys.stdout.flush()
         except OSError as error:
             raise CommandError(

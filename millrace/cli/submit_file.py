@@ -7,6 +7,7 @@ and with --wait all ids.
 from __future__ import annotations
 
 import argparse
+import codecs
 import math
 import os
 import select
@@ -21,13 +22,13 @@ import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.known_jobs import report_known
-from millrace.cli.output import print_id, remark, stdin
+from millrace.cli.output import print_fields, remark, stdin
 from millrace.cli.progress import progress_bar
 from millrace.cli.reconnecting_client import FULL_QUEUE_INTERVAL_S, ReconnectingClient
-from millrace.cli.values import BYTE_ORDER_MARK
 from millrace.cli.wait import wait_for_jobs
 from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
 from millrace.producer import InvalidRequest
+from millrace.producer.arguments import new_batch
 from millrace.producer.calls import KnownJob
 from millrace.producer.options import build_request
 from millrace.producer.request import CHAT_FIELDS
@@ -52,23 +53,20 @@ class Line(NamedTuple):
     has_own_id: bool
 
 
-def submit_file(
-    client: ReconnectingClient, args: argparse.Namespace, options: dict[str, Any], call_options: dict[str, Any]
-) -> int:
+def submit_file(client: ReconnectingClient, args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Submit every valid line of --file. Print the ids, or with --wait each result as soon as its job ends.
 
-    `call_options` are further arguments of `submit_many`. Raises InvalidRequest for invalid `options` or `call_options`.
+    `options` fill the gaps of a line. Raises InvalidRequest for invalid ones, and for an invalid --batch.
     """
     check_options(options)
-    client.submit_many([], **call_options)  # checks call_options
-    most_wait_s = (math.inf if args.timeout is None else args.timeout) if args.wait else 0.0
-    submission = _Submission(client, options, call_options, most_wait_s, keeps_ids=args.wait)
+    new_batch(args.batch)
+    submission = _Submission(client, args, options)
     with resumable(submission.hint), _open(args.file) as file, progress_bar() as bar:
         task = bar.add_task("submitted", total=_count_lines(file))
         for job_id in submission.submit(_lines(file)):
             bar.advance(task)
             if not args.wait:
-                print_id(job_id, as_json=args.json)
+                print_fields(id=job_id, as_json=args.json)
         sys.stdout.flush()
     if not submission.num_submitted + submission.num_refused:
         raise CommandError(f"{'stdin' if args.file == '-' else args.file}: the file has no lines", INVALID)
@@ -100,25 +98,14 @@ def check_options(options: dict[str, Any]) -> None:
 class _Submission:
     """Submits one file, and owns the counts of its lines."""
 
-    def __init__(
-        self,
-        client: ReconnectingClient,
-        options: dict[str, Any],
-        call_options: dict[str, Any],
-        most_wait_s: float = 0.0,
-        *,
-        keeps_ids: bool = False,
-    ) -> None:
-        """`most_wait_s`: how long to wait for space in a full queue. `keeps_ids`: also those that no line has."""
-        self._client = client
-        self._waits_until_s, self._has_waited = time.monotonic() + most_wait_s, False
-        self._batch, self._durability = call_options.get("batch"), call_options.get("durability", "memory")
-        self._options = options
+    def __init__(self, client: ReconnectingClient, args: argparse.Namespace, options: dict[str, Any]) -> None:
+        self._client, self._args, self._options = client, args, options
+        most_wait_s = (math.inf if args.timeout is None else args.timeout) if args.wait else 0.0
+        self._waits_until_s, self._has_waited = time.monotonic() + most_wait_s, False  # for space in a full queue
         self.known: dict[str, KnownJob] = {}
         """The submitted jobs that the queue has had before."""
         self.job_ids: dict[str, None] = {}
-        """Of the jobs in the queue, as far as they are kept, in the order of their first lines."""
-        self._keeps_ids = keeps_ids
+        """Of the jobs in the queue, without --wait only those that lines have, in the order of their first lines."""
         self.num_submitted = 0
         """Jobs in the queue."""
         self.num_repeated = 0
@@ -160,7 +147,7 @@ class _Submission:
             self.num_submitted += 1
             if job_id in known:
                 self.known[job_id] = known[job_id]
-            if self._keeps_ids or job_id in own_ids:
+            if self._args.wait or job_id in own_ids:
                 self.job_ids[job_id] = None
 
     def _wait_for_space(self, full: QueueFull, left: list[Line], lines: Iterator[Line | None]) -> None:
@@ -195,11 +182,11 @@ class _Submission:
                 if text.startswith(_NO_UTF_8):
                     remedy = "unpack or convert it first, such as with: gunzip -c FILE | millrace submit --file -"
                     raise CommandError(f"--file: is compressed, or no text in UTF-8; {remedy}", INVALID)
-                text = text.removeprefix(BYTE_ORDER_MARK)
+                text = text.removeprefix(codecs.BOM_UTF8)  # which some editors write
             if text.strip():
                 try:
                     request = parse_body(self._filled(text))
-                    yield Line(number, to_submission(request, batch=self._batch), request.id is not None)
+                    yield Line(number, to_submission(request, batch=self._args.batch), request.id is not None)
                 except InvalidRequest as error:
                     is_object = text.lstrip().startswith(b"{")
                     self._refuse(number, error if is_object else _no_object(text))
@@ -225,7 +212,7 @@ class _Submission:
         job_ids: list[str] = []
         left: list[Line] = []
         full = None
-        ends = self._client.submit_each([line.job for line in batch], self._durability)
+        ends = self._client.submit_each([line.job for line in batch], self._args.durability)
         for line, end in zip(batch, ends, strict=True):
             if isinstance(end, QueueFull):
                 left.append(line)

@@ -35,8 +35,6 @@ def job_id(text: str) -> str:
     return text
 
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Some editors write it at the beginning of a file."""
 TO_CONTEXT = "none"
 """`--max-tokens` for the field's value None, as many tokens as the context holds: None is an option that is not given."""
 

@@ -10,12 +10,12 @@ from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
 from millrace.cli.output import (
     CUT,
-    end_of,
     print_job,
     print_outputs,
     remark,
-    run_again,
-    status_of,
+    remark_on_redrives,
+    report_end,
+    report_failure,
     was_cut,
 )
 from millrace.cli.progress import ProgressReport
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
 def add_parsers(verbs: Verbs) -> None:
     wait = add_verb(
-        verbs, "wait", "wait for jobs and print their results; the text of one job, else one JSON object each"
+        verbs, "wait", run, "wait for jobs and print their results; the text of one job, else one JSON object each"
     )
     wait.add_argument("ids", nargs="*", metavar="id")
     wait.add_argument("--batch", metavar="NAME", help="wait for every job of this batch")
     add_timeout(wait, "stop waiting after this time")
     add_json(wait)
-    wait.set_defaults(run=run)
 
 
 def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
@@ -61,7 +60,7 @@ def wait_for_job(client: ReconnectingClient, args: argparse.Namespace, job_id: s
     with resumable(lambda: hint), WaitReport(args, job_id):
         job = client.wait(job_id, timeout_s=args.timeout)
     print_job(job) if args.json else print_outputs(job)
-    return end_of(job)
+    return report_end(job)
 
 
 def wait_for_jobs(
@@ -91,10 +90,9 @@ def wait_for_jobs(
                 num_rerun += 1
                 continue
             print_job(job)
-            status = max(status, status_of(job))
+            status = max(status, report_failure(job))
             num_cut += was_cut(job)
-    if num_rerun:
-        remark(run_again(num_rerun))
+    remark_on_redrives(num_rerun)
     if num_cut:
         remark(f"{num_cut} of {counted_noun(len(ids), 'job')}: {CUT}")
     return status

@@ -9,7 +9,7 @@ from contextlib import suppress
 import redis
 
 from millrace.producer.arguments import queue_keys
-from millrace.producer.batches import batches
+from millrace.producer.submitting import command_loads
 from millrace.results import commands, replies
 from millrace.results.errors import JobNotFound, QueueError
 from millrace.results.job import Job
@@ -43,7 +43,7 @@ class MillraceJobs:
 
     def submit(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Return for each job what `JobQueue.submit` returns."""
-        return [outcome for batch in batches(submissions) for outcome in self._queue.submit(batch)]
+        return [outcome for load in command_loads(submissions) for outcome in self._queue.submit(load)]
 
     def warn_if_never_served(self) -> None:
         """Log, at the first call, a queue that no engine has ever served, since its name may be mistyped."""

@@ -40,8 +40,7 @@ end
 -- of more than 8 names takes twice the memory.
 local function read_job(id, tenant)
   local f = record(id, unpack(JOB_FIELDS))
-  local job = {id = id, tenant = tenant, fields = f, cost = whole_number(f[1], 0), crashes = 0, attempt = 0, lease = false,
-    changes = false}
+  local job = {id = id, tenant = tenant, fields = f, cost = whole_number(f[1], 0), crashes = 0, attempt = 0, lease = false}
   if f[10] then
     local crashes, mark, published, started = unpack(record(id, 'crashes', 'fingerprint', 'published', 'started'))
     job.crashes, job.attempt, job.published = whole_number(crashes, 0), whole_number(f[10], 0), whole_number(published, 0)
@@ -91,7 +90,7 @@ local function take(job)
     num_tokens = num_checkpointed(job.id, f[8])
   end
   set_state(job.id, f[5], 'queued', 'running', 'lease', job.lease, 'engine', engine, 'base', num_tokens,
-    'attempt', job.attempt, 'started', job.started or now, unpack(job.changes or NOTHING))
+    'attempt', job.attempt, 'started', job.started or now)
   if calls_begin and must_be_alone(job) then redis.call('HSET', prefix .. 'job:' .. job.id, 'unbegun', job.lease) end
   if job.fingerprint then redis.call('HDEL', prefix .. 'job:' .. job.id, 'mismatch') end
 end

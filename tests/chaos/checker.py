@@ -98,7 +98,7 @@ class Checker:
 
     def _check_returned(self, drained: Iterable[ChaosEngine]) -> None:
         engines = [member.decode() for member in self._client.zrange(self._keys.prefix + "engines", 0, -1)]
-        held = {engine: self._client.smembers(self._keys.leases(engine)) for engine in engines}
+        held = {engine: self._client.smembers(f"{self._keys.prefix}leases:{engine}") for engine in engines}
         assert {engine: ids for engine, ids in held.items() if ids} == {}
         for engine in drained:
             engine.check_kv_returned()

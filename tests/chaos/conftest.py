@@ -157,11 +157,11 @@ class Place:
 
     def tokens_kept(self, job_id: str) -> list[int]:
         """Return the output tokens in its checkpoint: none before the first one and after the end."""
-        return unpack_tokens(cast(bytes, self.redis.get(self.client._keys.tokens(job_id)) or b""))
+        return unpack_tokens(cast(bytes, self.redis.get(f"{self.client._keys.prefix}tokens:{job_id}") or b""))
 
     def num_tokens_kept(self) -> int:
         """Return the number of tokens in the checkpoints of all jobs."""
-        keys = [self.client._keys.tokens(job_id) for job_id in self.accepted]
+        keys = [f"{self.client._keys.prefix}tokens:{job_id}" for job_id in self.accepted]
         return sum(int(self.redis.strlen(key)) // 4 for key in keys)
 
     def expected(self, requests: Iterable[GenerationRequest]) -> dict[str, list[CompletionOutput]]:

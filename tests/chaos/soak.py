@@ -206,7 +206,7 @@ class Soak:
         engine, proxy = slot.engine, slot.proxy
         others = [other for other in self._slots if other is not slot and self._is_alive(other)]
         engine.kill()
-        leases, begin_s = self.client._keys.leases(engine.engine_id), time.monotonic()
+        leases, begin_s = f"{self.client._keys.prefix}leases:{engine.engine_id}", time.monotonic()
         has_jobs = self.redis.exists(leases)
         slot.take_over()
         wait_until(lambda: not self.redis.exists(leases), START_LIMIT_S, "the recovery")

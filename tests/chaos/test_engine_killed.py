@@ -72,7 +72,7 @@ def test_another_engine_goes_on_as_soon_as_the_heartbeat_of_the_killed_one_has_e
     assert held
 
     def has_expired() -> bool:
-        num_held = place.redis.scard(keys.leases(victim.engine_id))
+        num_held = place.redis.scard(f"{keys.prefix}leases:{victim.engine_id}")
         if place.redis.exists(keys.prefix + "engine:" + victim.engine_id):
             assert num_held == len(held), "taken from an engine that counts as alive"
             return False

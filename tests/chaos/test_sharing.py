@@ -144,7 +144,7 @@ def test_a_reaper_is_killed_while_it_reaps_and_two_others_go_on_at_once(place: P
     first, *others = [place.proxy() for _ in range(3)]
     reserves = [place.reserve("--max-num-seqs", "64", via=proxy) for proxy in others]
     place.submit(make_jobs(NUM_ORPHANS, max_tokens=4))
-    orphans = place.client._keys.leases(orphan(place))
+    orphans = f"{place.client._keys.prefix}leases:{orphan(place)}"
     recover = first.catch("recover", "hold-reply")
     reaper = place.launch("--max-num-seqs", "1", via=first)
     recover.wait()

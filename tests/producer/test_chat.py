@@ -26,6 +26,8 @@ def assistant(**fields: Any) -> dict[str, Any]:
         {"role": "user", "content": []},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}]},
         assistant(content=None, tool_calls=[CALL]),
+        assistant(content=None, reasoning="cut while it reasoned"),
+        assistant(content=None),
         assistant(tool_calls=[{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "f"}}]),
         assistant(content="a", tool_calls=None, reasoning_content="b"),
         {"role": "tool", "content": "1", "tool_call_id": "a", "name": "f"},
@@ -40,7 +42,8 @@ def test_messages_in_openais_forms_are_taken(message: dict[str, Any]) -> None:
     ("message", "words"),
     [
         ({"role": "user"}, "item 1 has no content; give a string, '' for none"),
-        ({"role": "assistant", "content": None}, "item 1 has no content; give a string, '' for none"),
+        ({"role": "user", "content": None}, "item 1 has no content; give a string, '' for none"),
+        ({"role": "assistant"}, "item 1 has no content; give a string, '' for none"),
         ({"role": "user", "content": 1}, "item 1: content must be a string or a list of text parts, got 1"),
         ({"role": "user", "content": ["a"]}, "item 1: content part 0 must have the type text, got 'a'"),
         (

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from millrace import Client, GenerationRequest, InvalidRequest, SamplingParams
-from millrace.producer.batches import batches
+from millrace.producer.submitting import command_loads
 from millrace.producer.wire import parse_body, to_submission
 from millrace.results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
 from millrace.results.messages import Event
@@ -69,10 +69,11 @@ def test_one_conflict_keeps_no_other_job_out(client: Client) -> None:
     assert client.stats().queued == 600
 
 
-def test_batches_are_bounded_in_number_and_in_bytes() -> None:
-    small = [len(batch) for batch in batches(to_submission(GenerationRequest(prompt="x")) for _ in range(600))]
+def test_the_jobs_of_a_command_are_bounded_in_number_and_in_bytes() -> None:
+    small = [len(load) for load in command_loads(to_submission(GenerationRequest(prompt="x")) for _ in range(600))]
     assert small == [256, 256, 88]
-    large = [len(batch) for batch in batches(to_submission(GenerationRequest(prompt="x" * 10**6)) for _ in range(12))]
+    requests = (GenerationRequest(prompt="x" * 10**6) for _ in range(12))
+    large = [len(load) for load in command_loads(map(to_submission, requests))]
     assert large == [5, 5, 2]
 
 

@@ -13,7 +13,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputs
-from millrace.producer.openai_format import Call, ended_line, parse_line, refused_line
+from millrace.producer.openai_format import AnsweredLine, ended_line, parse_line, refused_line
 from millrace.results.job import CompletionOutput, Job, Timings
 from millrace.results.logprobs import Logprob, TokenLogprobs
 from millrace.results.messages import FunctionCall, JobError, ToolCall, Usage
@@ -207,7 +207,7 @@ def ended(
     )
 
 
-def known(url: str) -> Call:
+def known(url: str) -> AnsweredLine:
     body = {"messages": MESSAGES} if url == CHAT else {"prompt": "p"}
     return parse_line(line(url, body))[0]
 

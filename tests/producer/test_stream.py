@@ -277,7 +277,7 @@ def test_a_trimmed_stream_whose_time_is_over_says_so(client: Client, engine: Eng
     run(engine, 50)
     place = next(iter(client.stream(job_id))).id
     keys = engine.queue.keys
-    parts = [keys.result(job_id), keys.tokens(job_id), f"{keys.prefix}text:{job_id}"]
+    parts = [keys.result(job_id), f"{keys.prefix}tokens:{job_id}", f"{keys.prefix}text:{job_id}"]
     for part in parts:
         redis_client.rename(part, f"elsewhere-{part}")
     for after in (None, place):

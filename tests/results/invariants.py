@@ -68,10 +68,10 @@ class _Check:
                 record = self._records[job_id]
                 serial = f"{int(number)}" + (f"-{beginning}" if beginning != "--------" else "")
                 assert (record["tenant"], record["serial"]) == (tenant, serial), job_id
-        for member in self._client.zrange(self._keys.delayed, 0, -1):
+        for member in self._client.zrange(f"{self._keys.prefix}delayed", 0, -1):
             places.setdefault(member.decode(), []).append("delayed")
         for engine in self._names("leases:"):
-            for member in self._client.smembers(self._keys.leases(engine)):
+            for member in self._client.smembers(f"{self._keys.prefix}leases:{engine}"):
                 places.setdefault(member.decode(), []).append("leases")
                 assert self._records[member.decode()]["engine"] == engine
         return places
@@ -103,7 +103,7 @@ class _Check:
             assert self._ttl_s[job_id] > 0, f"{job_id} stays for ever"
         else:
             for index, end in ends.items():
-                key = self._keys.tokens(job_id) + (f":{index}" if index is not None else "")
+                key = f"{self._keys.prefix}tokens:{job_id}" + (f":{index}" if index is not None else "")
                 num_kept = self._client.strlen(key) / 4
                 assert end <= num_kept, f"{job_id}: visible but not kept"
                 lines = self._client.get(key.replace(":tokens:", ":logprobs:"))
@@ -142,7 +142,7 @@ class _Check:
         assert {name: int(value) for name, value in self._hash("waiting").items()} == expected
 
     def _check_deadlines(self) -> None:
-        swept = {member.decode() for member in self._client.zrange(self._keys.deadlines, 0, -1)}
+        swept = {member.decode() for member in self._client.zrange(f"{self._keys.prefix}deadlines", 0, -1)}
         for job_id, record in self._records.items():
             is_open = "deadline" in record and record["state"] in PLACES and "expire" not in record
             assert (job_id in swept) == is_open, f"{job_id} is {record['state']}, its deadline is not kept so"

@@ -255,7 +255,7 @@ class AnyOrder(RuleBasedStateMachine):
     def become_due(self, pick: int) -> None:
         """Its time comes, and an engine looks."""
         if job_id := self._pick(pick, "delayed"):
-            self.client.zadd(self.queue.keys.delayed, {job_id: 1})
+            self.client.zadd(f"{self.queue.keys.prefix}delayed", {job_id: 1})
             self._beat(0)
             if self.jobs[job_id].state == "delayed":
                 self.jobs[job_id].state = "queued"
@@ -266,7 +266,7 @@ class AnyOrder(RuleBasedStateMachine):
         job_id = self._pick(pick, "queued", "delayed", "running")
         if job_id and self.jobs[job_id].has_deadline and not self.jobs[job_id].is_past_deadline:
             self.client.hset(self.queue.keys.job(job_id), mapping={"created": 0, "deadline": LATER_MS})
-            self.client.zadd(self.queue.keys.deadlines, {job_id: 1})
+            self.client.zadd(f"{self.queue.keys.prefix}deadlines", {job_id: 1})
             self.jobs[job_id].is_past_deadline = True
 
     @precondition(lambda self: self.has("queued", "delayed", "running"))
@@ -350,7 +350,7 @@ class AnyOrder(RuleBasedStateMachine):
         for job_id, model in self.jobs.items():
             if model.state == "queued" and model.num_published and model.fingerprint != engine.fingerprint:
                 later_ms = time.time_ns() // 1_000_000 + 3_600_000
-                if self.client.zadd(self.queue.keys.delayed, {job_id: later_ms}, xx=True, ch=True):
+                if self.client.zadd(f"{self.queue.keys.prefix}delayed", {job_id: later_ms}, xx=True, ch=True):
                     model.state = "delayed"
 
     @precondition(lambda self: self.has("queued"))

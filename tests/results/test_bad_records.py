@@ -92,7 +92,7 @@ def test_a_corrupt_record_keeps_no_other_job_from_an_engine(
     other.die()
     assert [one.num_jobs for one in queue.recover()] == [2]
     redis_client.hset(queue.keys.job("a"), "priority", "abc")
-    redis_client.zadd(queue.keys.deadlines, {"a": 1})
+    redis_client.zadd(f"{queue.keys.prefix}deadlines", {"a": 1})
     engine.beat()
     assert "b" in engine.claim_ids()
     assert queue.deregister(engine.id) >= 1

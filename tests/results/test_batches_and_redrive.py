@@ -245,7 +245,7 @@ def test_a_job_of_a_newer_producer_is_told_from_ours_given_back_and_kept_as_it_w
     assert engine.release(new, delay_ms=60_000) == "ok"
     assert queue.get("new").state == "delayed"
     assert queue.get("new").attempt == 0
-    redis_client.zadd(queue.keys.delayed, {"new": 1})
+    redis_client.zadd(f"{queue.keys.prefix}delayed", {"new": 1})
     again = engine.claim_one()
     assert msgspec.structs.replace(again, lease=new.lease) == new
     engine.finish(again)

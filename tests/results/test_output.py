@@ -76,7 +76,7 @@ def test_finishing_shows_the_rest_and_ends_the_record(
     assert job.timings.started_ms is not None
     assert job.timings.ended_ms is not None
     assert job.timings.created_ms <= job.timings.started_ms <= job.timings.ended_ms
-    assert not redis_client.exists(queue.keys.tokens("a"), queue.keys.leases(engine.id))
+    assert not redis_client.exists(f"{queue.keys.prefix}tokens:a", f"{queue.keys.prefix}leases:{engine.id}")
     stats = queue.stats()
     assert (stats.running, stats.finished, stats.generated_tokens) == (0, 1, 2)
 
@@ -218,4 +218,4 @@ def test_a_long_stream_is_bounded_and_loses_no_text(
     engine.finish(claimed, Event(offset=95, token_ids=[95], text="end"), usage=usage)
     job = queue.get("a")
     assert (job.text, job.token_ids) == (text + "end", list(range(96)))
-    assert redis_client.ttl(queue.keys.tokens("a")) > 0
+    assert redis_client.ttl(f"{queue.keys.prefix}tokens:a") > 0

@@ -22,11 +22,11 @@ def keys_of(queue: FullQueue, redis_client: redis.Redis) -> Any:
 
     class Clock:
         def is_due(self, job_id: str) -> None:
-            redis_client.zadd(queue.keys.delayed, {job_id: 1}, xx=True)
+            redis_client.zadd(f"{queue.keys.prefix}delayed", {job_id: 1}, xx=True)
 
         def is_past_deadline(self, job_id: str) -> None:
             redis_client.hset(queue.keys.job(job_id), "deadline", 1)
-            redis_client.zadd(queue.keys.deadlines, {job_id: 1}, xx=True)
+            redis_client.zadd(f"{queue.keys.prefix}deadlines", {job_id: 1}, xx=True)
 
     return Clock()
 
@@ -119,7 +119,7 @@ def test_an_end_before_the_deadline_is_the_end(
 ) -> None:
     submit(queue, "a", deadline_ms=LATER_MS)
     engine.finish(engine.claim_one())
-    assert redis_client.zcard(queue.keys.deadlines) == 0
+    assert redis_client.zcard(f"{queue.keys.prefix}deadlines") == 0
     engine.beat()
     assert queue.get("a").state == "finished"
 

@@ -571,6 +571,16 @@ def test_a_run_continues_only_with_its_own_input(millrace: Command, engine: Engi
     assert "was begun with another input" in ran.err
 
 
+def test_sigterm_ends_a_run_as_ctrl_c_does(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    files.write([call("a")])
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        wait_until(engine.claim)
+        process.terminate()
+        _, err = process.communicate()
+    assert process.returncode == INTERRUPTED
+    assert err.startswith("millrace: 0 of 1 lines are written; the same command continues; to cancel its jobs: ")
+
+
 def kill_at_random_moments(
     millrace: Command, engine: EngineByHand, files: Files, num_kills: int, num_lines: int
 ) -> None:

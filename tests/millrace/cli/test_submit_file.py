@@ -208,8 +208,9 @@ def client(redis_url: str, queue_name: str) -> Iterator[DrainedClient]:
     client.close()
 
 
-def arguments(file: Path) -> Namespace:
-    return Namespace(file=str(file), wait=False, json=False, batch=None, queue="default", redis=None)
+def arguments(file: Path | str = "-") -> Namespace:
+    place = {"queue": "default", "redis": None, "batch": None, "durability": "memory"}
+    return Namespace(file=str(file), wait=False, timeout=None, json=False, **place)
 
 
 @pytest.mark.parametrize(("num_lines", "num_bytes"), [(1000, 1), (200, 100_000)])
@@ -222,7 +223,7 @@ def test_at_a_limit_nothing_more_is_sent_even_if_there_is_room_again(
     file = write_lines(tmp_path / "jobs", *lines[:10], {"prompt": ""}, *lines[10:])
     client.limit(max_queued_jobs=20)
     with pytest.raises(CommandError) as error:
-        submit_file(client, arguments(file), {}, {})
+        submit_file(client, arguments(file), {})
     assert client.stats().queued == 20
     assert capsys.readouterr().out.split() == [line["id"] for line in lines[:20]]
     assert str(error.value).startswith(
@@ -236,7 +237,7 @@ def test_at_a_limit_the_jobs_of_the_whole_file_are_counted(client: DrainedClient
     client.limit(max_queued_jobs=700)
     file = write_lines(tmp_path / "jobs", *({"prompt": "x"} for _ in range(1000)))
     with pytest.raises(CommandError, match=r"^not submitted: all from line 701 on: .*; 700 jobs of the file") as error:
-        submit_file(client, arguments(file), {}, {})
+        submit_file(client, arguments(file), {})
     assert str(error.value).endswith("have no id, so submit a file of only the lines that are named here")
 
 
@@ -271,7 +272,7 @@ def test_at_a_limit_a_pipe_need_not_end_first(client: DrainedClient) -> None:
 
     client.limit(max_queued_jobs=20)
     with pytest.raises(CommandError, match=r"^not submitted: all from line 21 on: "):
-        list(_Submission(client, {}, {}).submit(open_pipe()))
+        list(_Submission(client, arguments(), {}).submit(open_pipe()))
 
 
 def test_what_a_pipe_has_given_is_submitted_while_it_is_open(millrace: Command) -> None:
@@ -295,7 +296,7 @@ def test_the_same_command_resumes_unless_a_line_without_an_id_was_sent(client: D
         raise KeyboardInterrupt
 
     for first, remedy in ((b'{"id":"a","prompt":"x"}', "the same command resumes"), (b'{"prompt":"x"}', "some lines")):
-        submission = _Submission(client, {}, {})
+        submission = _Submission(client, arguments(), {})
         with pytest.raises(KeyboardInterrupt):
             list(submission.submit(interrupted(first)))
         assert submission.hint()[0] == "1 job submitted, up to line 1"
@@ -310,7 +311,7 @@ def test_at_a_limit_no_line_is_named_that_is_not_there(
     client.limit(tenant_max_queued_jobs=1)
     file = write_lines(tmp_path / "jobs", *({"prompt": "x", "tenant": tenant} for tenant in tenants))
     with pytest.raises(CommandError, match=f"^not submitted: {named}: the tenant has"):
-        submit_file(client, arguments(file), {}, {})
+        submit_file(client, arguments(file), {})
 
 
 def test_a_job_larger_than_a_limit_is_refused_and_the_others_go_in(

@@ -325,7 +325,7 @@ def test_without_a_terminal_a_wait_reports_its_progress_now_and_then(
 
 def test_a_progress_bar_counts_what_came_since_it_is_shown() -> None:
     now_s = 0.0
-    bar = progress_bar(has_terminal=True)
+    bar = progress_bar(is_shown=True)
     bar.get_time = lambda: now_s
 
     def shown() -> list[str]:

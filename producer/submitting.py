@@ -1,4 +1,4 @@
-"""Submitting requests: their order in batches, and the results and errors of a call."""
+"""Submitting requests: what each command takes, and the results and errors of a call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from millrace.producer import arguments
+from millrace.producer.calls import look_up
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import refusal, to_submission
@@ -16,18 +17,18 @@ from millrace.results.keys import QueueKeys
 from millrace.results.messages import Submission
 from millrace.results.replies import Outcome
 from millrace.results.scripts import Command
-from millrace.results.transport import Reply
+from millrace.results.transport import Call, Reply
 
-BATCH_JOBS = 256
-BATCH_BYTES = 4 * 1024 * 1024
-BATCHES_CONFIRMED_TOGETHER = 16
-"""A confirmation may take as long as an fsync, so one covers many batches."""
+LOAD_JOBS = 256
+LOAD_BYTES = 4 * 1024 * 1024
+LOADS_CONFIRMED_TOGETHER = 16
+"""A confirmation may take as long as an fsync, so one covers many commands."""
 
 
-def batches(submissions: Iterable[Submission], num_parts: int = 1) -> Iterator[list[Submission]]:
-    """Yield batches for one command each, bounded in jobs and bytes: the server serves no other client while a command runs.
-    Takes submissions only as they are needed. With `num_parts` the bounds are those of that many batches together."""
-    max_jobs, max_bytes = BATCH_JOBS // num_parts, BATCH_BYTES // num_parts
+def command_loads(submissions: Iterable[Submission], num_parts: int = 1) -> Iterator[list[Submission]]:
+    """Yield the jobs of one command each, bounded in number and bytes: the server serves no other client while a command
+    runs. Takes submissions only as they are needed. With `num_parts` of 2, each load is half as large: 128 jobs or 2 MiB."""
+    max_jobs, max_bytes = LOAD_JOBS // num_parts, LOAD_BYTES // num_parts
     together: list[Submission] = []
     num_bytes = 0
     for submission in submissions:
@@ -63,11 +64,11 @@ class Submitted(list[str]):
     """By id the state of each job that the queue had before this call: it is not submitted again, whatever its state."""
 
 
-class SubmitCall:
+class Submitting:
     """Owns the state of one call of `submit_many`: what to send next, and the outcome of what was sent.
 
     Does no I/O, so that sync and async clients share it. A list or tuple is checked whole before its first job is sent
-    (raises InvalidRequest). Another iterable may be endless: only one batch is taken from it ahead of the answers, and the
+    (raises InvalidRequest). Another iterable may be endless: only one load is taken from it ahead of the answers, and the
     jobs before an invalid request are in the queue when `end` raises. The server may refuse single jobs, such as one whose
     `run_at` is after its deadline by the server's clock; all others are in the queue then.
     """
@@ -82,9 +83,6 @@ class SubmitCall:
         calls_prepare: bool = False,
     ) -> None:
         """`calls_prepare`: the caller calls `prepare` while the server works on the last commands."""
-        self.job_ids = Submitted()
-        self.known_ids: list[str] = []
-        """Ids of the jobs that were in the queue before."""
         self.confirmation = confirmation(arguments.durability(durability))
         """To send after the commands, on the same connection. None: nothing to confirm."""
         self._keys = keys
@@ -96,6 +94,8 @@ class SubmitCall:
         self._next: list[list[Submission]] | None = None
         """Prepared to be sent."""
         self._accepted: list[str] = []
+        self._known_ids: list[str] = []
+        """Of the accepted jobs those that were in the queue before."""
         self._conflicting: list[str] = []
         self._invalid: list[tuple[int, InvalidRequest]] = []
         """Refused by the server, with the index of the request."""
@@ -104,14 +104,14 @@ class SubmitCall:
         if isinstance(requests, list | tuple):
             submissions = list(submissions)
             self._raise_stop_error()
-        # One half of a batch is prepared while the server works on the other.
-        self._batches = batches(submissions, 2 if calls_prepare and not self.confirmation else 1)
+        # One half of a load is prepared while the server works on the other.
+        self._loads = command_loads(submissions, 2 if calls_prepare and not self.confirmation else 1)
 
     def prepare(self) -> None:
         """Take what is to be sent next, if it is not taken yet."""
         if self._next is None:
-            self._next = list(islice(self._batches, BATCHES_CONFIRMED_TOGETHER if self.confirmation else 1))
-            self._commands = [commands.submit(self._keys, batch) for batch in self._next]
+            self._next = list(islice(self._loads, LOADS_CONFIRMED_TOGETHER if self.confirmation else 1))
+            self._commands = [commands.submit(self._keys, load) for load in self._next]
 
     def next_commands(self) -> list[Command]:
         """Return what to send next. Empty: all is sent."""
@@ -123,14 +123,15 @@ class SubmitCall:
         """Take the answers to those commands. Raises QueueFull, after which nothing more is to be sent, and NotDurable.
         What is prepared by then counts as refused."""
         outcomes = [outcome for answer in answers for outcome in replies.outcomes(answer)]
-        job_ids = [job.job_id for batch in self._sent for job in batch]
+        job_ids = [job.job_id for load in self._sent for job in load]
         full: dict[str, Outcome] = {}
         for index, (job_id, outcome) in enumerate(zip(job_ids, outcomes, strict=True), start=self._num_answered):
-            if outcome.kind in ("created", "exists", "conflict"):
-                self.job_ids.append(job_id)
-                (self._conflicting if outcome.kind == "conflict" else self._accepted).append(job_id)
+            if outcome.is_accepted:
+                self._accepted.append(job_id)
                 if outcome.kind == "exists":
-                    self.known_ids.append(job_id)
+                    self._known_ids.append(job_id)
+            elif outcome.kind == "conflict":
+                self._conflicting.append(job_id)
             elif outcome.kind == "full":
                 full[job_id] = outcome
             elif invalid := refusal(job_id, outcome):
@@ -140,10 +141,10 @@ class SubmitCall:
             check_confirmed(self._durability, confirmed, self._accepted)
         if full:
             first = next(iter(full.values()))
-            prepared = [job.job_id for batch in self._next or [] for job in batch]
+            prepared = [job.job_id for load in self._next or [] for job in load]
             raise QueueFull(first.name, first.limit, self._accepted, [*full, *prepared])
 
-    def end(self) -> Submitted:
+    def end(self) -> Call[Submitted]:
         """Return the ids of all jobs, in order. Raises the error of the first request that could not be sent, InvalidRequest
         for a job that the server refused, or JobConflict for ids of other jobs."""
         self._raise_stop_error()
@@ -151,7 +152,10 @@ class SubmitCall:
             raise self._located(*self._invalid[0])
         if self._conflicting:
             raise JobConflict(self._conflicting)
-        return self.job_ids
+        job_ids = Submitted(self._accepted)
+        known = yield from look_up(self._keys, self._known_ids)
+        job_ids.known = {job_id: job.state for job_id, job in known.items()}
+        return job_ids
 
     def _submissions(self, requests: Iterator[GenerationRequest]) -> Iterator[Submission]:
         """Yield submissions up to a request that cannot be sent, or an error of the caller's generator. Keep that error."""

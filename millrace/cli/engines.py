@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import OK, TIMED_OUT, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import print_json
+from millrace.cli.output import print_fields
 from millrace.cli.values import seconds
 
 if TYPE_CHECKING:
@@ -18,17 +18,19 @@ _POLL_INTERVAL_S = 0.1
 
 
 def add_parsers(verbs: Verbs) -> None:
-    sleep = add_verb(verbs, "sleep", "free the device memory of engines; jobs wait, or other engines continue them")
+    sleep = add_verb(
+        verbs, "sleep", run, "free the device memory of engines; jobs wait, or other engines continue them"
+    )
     levels = "1: keep the weights in host memory, 2: drop them and read them again later (default: %(default)s)"
     sleep.add_argument("--level", type=int, choices=(1, 2), default=1, help=levels)
-    wake = add_verb(verbs, "wake", "wake sleeping engines: they use their devices again and continue")
+    wake = add_verb(verbs, "wake", run, "wake sleeping engines: they use their devices again and continue")
     wake.set_defaults(level=0)
-    reset = add_verb(verbs, "reset-cache", "let engines forget the cached blocks of prompts; running jobs continue")
+    reset = add_verb(
+        verbs, "reset-cache", run_reset, "let engines forget the cached blocks of prompts; running jobs continue"
+    )
     for parser in (sleep, wake, reset):
         parser.add_argument("--engine", metavar="ID", help="one engine, by its id in `millrace stats` (default: all)")
         add_json(parser)
-        parser.set_defaults(run=run)
-    reset.set_defaults(run=run_reset)
     for parser in (sleep, wake):
         limit = "how long to wait until it is done (default: %(default)g); 0: do not wait"
         parser.add_argument("--timeout", type=seconds, default=300.0, metavar="SECONDS", help=limit)
@@ -54,10 +56,7 @@ def run_reset(args: argparse.Namespace) -> int:
 
 def _print_ids(args: argparse.Namespace, engine_ids: list[str]) -> None:
     for engine_id in engine_ids:
-        if args.json:
-            print_json({"engine": engine_id})
-        else:
-            print(engine_id)
+        print_fields(engine=engine_id, as_json=args.json)
 
 
 def _wait(client: Client, engine_ids: list[str], level: int, deadline_s: float) -> None:
