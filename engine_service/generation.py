@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
@@ -123,12 +123,16 @@ class Generation:
         num_shown = len(self.token_ids) - self._leaves_out_last()
         if not self._leaves_out_any(marks, start, num_shown):
             return self.final_text_after(start)
-        if start or self._detokenizer is not None:
-            return self._marked(self.final_text(), start, num_shown, marks)
-        assert self._tokenizer is not None
-        hidden = self._tokenizer.special_token_ids - marks.keys()
-        shown = [each for each in self.token_ids[:num_shown] if each not in hidden]
-        return self._tokenizer.decode_output(self.sequence.prompt_token_ids, shown, skip_special_tokens=False)
+        text = self.final_text()
+        if start == 0 and self._detokenizer is None:
+            assert self._tokenizer is not None
+            hidden = self._tokenizer.special_token_ids - marks.keys()
+            shown = [each for each in self.token_ids[:num_shown] if each not in hidden]
+            marked = self._tokenizer.decode_output(self.sequence.prompt_token_ids, shown, skip_special_tokens=False)
+            # Not so if the decoder puts spaces around marks, or a hidden token is between the bytes of a character.
+            if _without(marked, marks.values()) == text:
+                return marked
+        return self._marked(text, start, num_shown, marks)
 
     def _leaves_out_any(self, marks: Mapping[int, str], start: int, end: int) -> bool:
         is_hidden = self._rules.is_text_wanted and self._rules.skip_special_tokens
@@ -241,3 +245,9 @@ class Generation:
         # A stop string counts if it ends behind the first `min_tokens` tokens, also if it begins in them, as with vLLM.
         if found is not None and len(detokenizer.ends) > self.sequence.stop_rules.min_tokens:
             self._stop, self.finish_reason = found, "stop"
+
+
+def _without(text: str, marks: Iterable[str]) -> str:
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -19,6 +20,13 @@ _INCOMPLETE = "�"
 
 _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens decoded in front of the output: some decoders treat the first token of a text differently."""
+
+_MAX_PENDING_TOKENS = 8
+"""Tokens without a complete character at their end that are decoded again with each new one."""
+
+_NUM_KEPT_TOKENS = 4
+"""How many of them are kept if there are more: a character has at most four bytes, so it begins in no token before these."""
+
 _REMEDY = "name a local directory with a tokenizer.json"
 
 
@@ -56,6 +64,15 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(text)
         return token_id if token_id in self.special_token_ids else None
 
+    def mark_id(self, text: str) -> int | None:
+        """Return the id of the token with this text that no text of a grammar matches. None: there is none.
+
+        For llguidance these are the special tokens and all added tokens of the form <...>.
+        """
+        token_id: int | None = self._backend.token_to_id(text)
+        is_tag = text.startswith("<") and text.endswith(">") and token_id in self.added_tokens
+        return token_id if is_tag or token_id in self.special_token_ids else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
         """Return the ids of a text, by default with the special tokens that the tokenizer adds to a plain prompt.
 
@@ -91,6 +108,14 @@ class Tokenizer:
     def added_tokens(self) -> dict[int, str]:
         """The tokens that were added to the model's vocabulary, such as the special ones."""
         return {token_id: token.content for token_id, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def byte_values(self) -> dict[int, bytes]:
+        """The tokens for single bytes of characters without a token, in tokenizers with byte fallback. The bytes of ASCII
+        are left out: each of them is a whole character."""
+        values = {self._backend.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(0x80, 0x100)}
+        values.pop(None, None)
+        return {token_id: byte for token_id, byte in values.items() if self._decode_all([token_id]) == _INCOMPLETE}
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens, without tokenizing; 0 if this tokenizer has none."""
@@ -137,8 +162,8 @@ class Tokenizer:
         """Return what a token adds after a letter."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self._decode_all([*self._letter, token_id]).removeprefix(
-                self._decode_all(self._letter)
+            text = self._texts[token_id] = self._decode_all([*self.letter, token_id]).removeprefix(
+                self._decode_all(self.letter)
             )
         return text
 
@@ -147,7 +172,7 @@ class Tokenizer:
         nothing if the last character of `before` is complete: then no token completes it."""
         starts = []
         for count in range(1, len(before) + 1):
-            ids = [*self._letter, *before[-count:]]
+            ids = [*self.letter, *before[-count:]]
             text = self._decode_all(ids)
             if not text.endswith(_INCOMPLETE):
                 return []
@@ -165,25 +190,46 @@ class Tokenizer:
         return self.decode(token_ids, skip_special_tokens=False)
 
     @cached_property
-    def _letter(self) -> list[int]:
+    def letter(self) -> list[int]:
         """One token of text. Some decoders drop the space in front of the first token of a text."""
         return self.encode("a", add_special_tokens=False)[-1:]
 
-    def decode_output(self, prompt: list[int], output: list[int], *, skip_special_tokens: bool) -> str:
-        """Return what `output` adds to the text of `prompt`, decoded at once."""
+    def context_of(self, prompt: list[int], *, skip_special_tokens: bool) -> tuple[list[int], str]:
+        """Return the tokens to decode in front of the output, and their text. It ends with a complete character."""
         context = prompt[-_NUM_CONTEXT_TOKENS:]
-        start = self.decode(context, skip_special_tokens=skip_special_tokens)
+        text = self.decode(context, skip_special_tokens=skip_special_tokens)
+        if text.endswith(_INCOMPLETE):
+            context = self.letter
+            text = self.decode(context, skip_special_tokens=skip_special_tokens)
+        return context, text
+
+    def decode_output(self, prompt: list[int], output: list[int], *, skip_special_tokens: bool) -> str:
+        """Return what `output` adds to the text of `prompt`, as a `Detokenizer` does. It is decoded at once if all its
+        characters are complete."""
+        context, start = self.context_of(prompt, skip_special_tokens=skip_special_tokens)
         whole = self.decode(context + output, skip_special_tokens=skip_special_tokens)
-        if whole.startswith(start):
-            return whole[len(start) :]
-        return self.decode(output, skip_special_tokens=skip_special_tokens)
+        text = whole.removeprefix(start)
+        if whole.startswith(start) and self._is_complete(text, output, skip_special_tokens=skip_special_tokens):
+            return text
+        detokenizer = Detokenizer(self, prompt, skip_special_tokens=skip_special_tokens)
+        for token_id in output:
+            detokenizer.feed(token_id)
+        return detokenizer.flush()
+
+    def _is_complete(self, text: str, output: list[int], *, skip_special_tokens: bool) -> bool:
+        if _INCOMPLETE in text:
+            return False
+        if not skip_special_tokens or self.special_token_ids.isdisjoint(output):
+            return True
+        return _INCOMPLETE not in self._decode_all(output)  # a special token between the bytes of a character ends it
 
 
 class Detokenizer:
     """Owns the text of one output while it grows, token by token.
 
-    A character whose bytes are spread over several tokens appears with the last of them. The text depends on the tokens
-    alone, so a resumed generation that feeds its old tokens again has exactly the same text.
+    A character whose bytes are spread over several tokens appears with the last of them. Other bytes are shown as "�",
+    once it is known that no character begins with them. The text depends on the tokens alone, so a resumed generation
+    that feeds its old tokens again has exactly the same text.
     """
 
     def __init__(
@@ -198,10 +244,14 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._joins_special_tokens = not skip_special_tokens and not spaces_between_special_tokens
         self._is_last_special = False
-        self._ids = prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
-        self._window_start = 0
-        self._num_settled = len(self._ids)
-        self._settled_text = self._decode(self._ids)
+        self._context, start = tokenizer.context_of(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        """Tokens to decode in front of the pending ones. Their text ends with a complete character."""
+        self._pending: list[int] = []
+        """The last tokens, while they end within a character or add no text."""
+        self._num_shown = len(start)
+        """How many characters of context and pending tokens are the prompt's, or in `text` already."""
+        self._bytes = b""
+        """The begin of a character of byte tokens."""
         self.text = ""
         """All complete characters so far."""
         self.ends: list[int] = []
@@ -210,27 +260,14 @@ class Detokenizer:
     def feed(self, token_id: int) -> None:
         """Append the next output token."""
         if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
-            self.ends.append(len(self.text))  # it adds no text, and many of them must not make the window grow
-            return
-        self._ids.append(token_id)
-        if self._joins_special_tokens and self._is_joined(token_id):
-            self.text += self._tokenizer.added_tokens[token_id]
-            self._window_start, self._num_settled = len(self._ids) - 1, len(self._ids)
-            self._settled_text = self._decode(self._ids[self._window_start :])
-            self.ends.append(len(self.text))
-            return
-        window_text = self._decode(self._ids[self._window_start :])
-        if len(window_text) > len(self._settled_text) and not window_text.endswith(_INCOMPLETE):
-            self.text += window_text[len(self._settled_text) :]
-            self._window_start = self._num_settled
-            self._num_settled = len(self._ids)
-            self._settled_text = self._decode(self._ids[self._window_start :])
+            self._end_character()
+        elif self._joins_special_tokens and self._is_joined(token_id):
+            self._settle(self._tokenizer.added_tokens[token_id], [token_id])
+        elif (byte := self._tokenizer.byte_values.get(token_id)) is not None:
+            self._feed_byte(byte)
+        else:
+            self._feed_text(token_id)
         self.ends.append(len(self.text))
-
-    def _is_joined(self, token_id: int) -> bool:
-        """Whether this token and the one before it are special."""
-        was_special, self._is_last_special = self._is_last_special, token_id in self._tokenizer.added_tokens
-        return was_special and self._is_last_special
 
     def end_of(self, num_tokens: int) -> int:
         """Return the length of the text of the first `num_tokens` output tokens."""
@@ -238,8 +275,56 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the whole text when no more tokens come. Bytes that are no character are shown as "�"."""
-        window_text = self._decode(self._ids[self._window_start :])
-        return self.text + window_text[len(self._settled_text) :]
+        return self.text + self._pending_text() + self._shown_bytes()
+
+    def _is_joined(self, token_id: int) -> bool:
+        """Whether this token and the one before it are special."""
+        was_special, self._is_last_special = self._is_last_special, token_id in self._tokenizer.added_tokens
+        return was_special and self._is_last_special
+
+    def _feed_byte(self, byte: bytes) -> None:
+        """Append a byte of a character. It is decoded here, because the tokenizer decodes no byte of a run if one of them
+        is invalid."""
+        if self._pending or not self._num_shown:  # from now on, there is text in front of the next token
+            self._settle(self._pending_text(), self._tokenizer.letter)
+        self._bytes += byte
+        text, num_decoded = codecs.utf_8_decode(self._bytes, "replace", False)
+        self.text += text
+        self._bytes = self._bytes[num_decoded:]
+
+    def _feed_text(self, token_id: int) -> None:
+        self.text += self._shown_bytes()
+        self._bytes = b""
+        self._pending.append(token_id)
+        added = self._pending_text()
+        if added and not added.endswith(_INCOMPLETE):
+            self._settle(added, self._pending)
+        elif added and len(self._pending) > _MAX_PENDING_TOKENS:
+            self._settle_all_but_last(added)
+
+    def _end_character(self) -> None:
+        """Settle what waits for the rest of a character: the next token does not have it."""
+        added = self._pending_text() + self._shown_bytes()
+        if added:
+            self._bytes = b""
+            self._settle(added, self._tokenizer.letter)
+
+    def _settle(self, added: str, context: list[int]) -> None:
+        self.text += added
+        self._context, self._pending = context, []
+        self._num_shown = len(self._decode(context))
+
+    def _settle_all_but_last(self, added: str) -> None:
+        """Settle all characters but the last one, which may be completed."""
+        self.text += added[:-1]
+        self._context, self._pending = self._tokenizer.letter, self._pending[-_NUM_KEPT_TOKENS:]
+        self._num_shown = len(self._decode(self._context + self._pending)) - 1
+
+    def _pending_text(self) -> str:
+        return self._decode(self._context + self._pending)[self._num_shown :] if self._pending else ""
+
+    def _shown_bytes(self) -> str:
+        return self._bytes.decode(errors="replace")
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
