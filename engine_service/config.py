@@ -99,7 +99,7 @@ _HELP = {
     "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
     "tool_call_parser": (
         "NAME",
-        "how tool calls are read from the outputs of chats: hermes, llama3_json, mistral, none; auto: by the chat template",
+        f"how tool calls are read from the outputs of chats: {', '.join(TOOL_CALL_PARSERS[1:])}; auto: by the chat template",
     ),
     "reasoning_parser": (
         "NAME",
@@ -152,7 +152,7 @@ memory is too small."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of an engine, for `LLM` and for a service. `_HELP` says what they mean."""
+    """The options of an engine, for `LLM` and for a service. `_HELP` and `_SWITCHES` say what they mean."""
 
     model: str
     revision: str | None = None

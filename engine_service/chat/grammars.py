@@ -15,6 +15,7 @@ from millrace.engine_service.chat.output_format import (
     MISTRAL_ARGS,
     THINKING_MARKS,
     OutputFormat,
+    ReasoningState,
 )
 from millrace.engine_service.chat.schemas import drop_keywords_without_effect
 from millrace.producer import GenerationRequest, InvalidRequest, StructuredOutputs
@@ -24,14 +25,17 @@ _ANY_OBJECT = '{"type": "object"}'
 _LINES = ("\n{", "}\n")
 _BARE_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)
 SpecialId = Callable[[str], int | None]
-"""Returns the token id of a mark that is a special token; None for other texts."""
+"""Returns the id of the token of a mark that texts of a grammar do not match; None for other texts."""
+WHOLE_FORMS = ("grammar", "structural_tag")
+"""The forms of the caller that are the whole output, with reasoning and calls."""
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?"}
 """Separators in the arguments of calls: templates write them with or without spaces."""
 
 
 def must_constrain_tools(request: GenerationRequest) -> bool:
-    """Return whether the tool calls of the output have to fit the schemas of their tools."""
-    if request.tools is None or request.tool_choice == "none":
+    """Return whether the tool calls of the output have to fit the schemas of their tools. One with a form of its own has no
+    others than the form allows."""
+    if request.tools is None or request.tool_choice == "none" or request.sampling.structured_outputs is not None:
         return False
     return request.tool_choice != "auto" or any(tool["function"].get("strict") for tool in request.tools)
 
@@ -40,26 +44,24 @@ def chat_form(
     request: GenerationRequest,
     output_format: OutputFormat,
     special_id: SpecialId,
-    *,
-    begins_in_reasoning: bool,
+    before: ReasoningState,
 ) -> StructuredOutputs | None:
-    """Return the form of a chat's output; None for free text.
+    """Return the form of a chat's output; None for free text. `before`: what the prompt does with the reasoning.
 
     Raises InvalidRequest for tools that cannot be constrained.
     """
     if must_constrain_tools(request):
         rules = _Rules(special_id)
         body = rules.tool_calls(request, output_format.tool_calls, has_args_mark=output_format.has_args_mark)
-        is_free = request.tool_choice == "auto"
         try:
-            return rules.grammar(body, output_format.reasoning, begins_in_reasoning, may_reason=not is_free)
+            return rules.grammar(body, output_format.reasoning, before)
         except InvalidRequest as error:
             raise InvalidRequest("tools", error.message) from error
     wanted = request.sampling.structured_outputs
-    if wanted is None or output_format.reasoning is None or wanted.form in ("grammar", "structural_tag"):
-        return wanted  # these two are the whole output
+    if wanted is None or output_format.reasoning is None or before == "closed" or wanted.form in WHOLE_FORMS:
+        return wanted
     rules = _Rules(special_id)
-    return rules.grammar(rules.form(wanted), output_format.reasoning, begins_in_reasoning, may_reason=True)
+    return rules.grammar(rules.form(wanted), output_format.reasoning, before)
 
 
 def form_grammar(wanted: StructuredOutputs) -> str:
@@ -93,14 +95,12 @@ class _Rules:
         self._special_id = special_id
         self._rules = [_TEXT]
 
-    def grammar(
-        self, body: str, reasoning: str | None, begins_in_reasoning: bool, *, may_reason: bool
-    ) -> StructuredOutputs:
-        """Return the grammar of `body`, after reasoning if the prompt opens it, or if the model may open it."""
-        if reasoning is not None and (begins_in_reasoning or may_reason):
+    def grammar(self, body: str, reasoning: str | None, before: ReasoningState) -> StructuredOutputs:
+        """Return the grammar of `body`, after reasoning, which the prompt or the model opens, if the prompt has none."""
+        if reasoning is not None and before != "closed":
             begin, end = THINKING_MARKS[reasoning]
             inside = f"{self.until(end)} /\\n{{0,4}}/"
-            body = f"{inside} ({body})" if begins_in_reasoning else f"({self.mark(begin)} {inside})? ({body})"
+            body = f"{inside} ({body})" if before == "open" else f"({self.mark(begin)} {inside})? ({body})"
         return StructuredOutputs(grammar=self.whole(body))
 
     def whole(self, start: str) -> str:
@@ -121,15 +121,8 @@ class _Rules:
 
     def tool_calls(self, request: GenerationRequest, family: str | None, *, has_args_mark: bool) -> str:
         """Return the expression for one or more calls; of "auto" also for text without any."""
-        assert request.tools is not None
         is_free = request.tool_choice == "auto"
-        functions = [tool["function"] for tool in request.tools]
-        if isinstance(request.tool_choice, dict):
-            name = request.tool_choice["function"]["name"]
-            functions = [function for function in functions if function["name"] == name]
-        arguments = {
-            function["name"]: self.json(_parameters(function, is_free), **_SEPARATORS) for function in functions
-        }
+        arguments = {name: self.json(schema, **_SEPARATORS) for name, schema in argument_schemas(request).items()}
         is_single = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
 
         def several(call: str, separator: str) -> str:
@@ -150,7 +143,7 @@ class _Rules:
             return several(f"{self.mark(HERMES)} {end}", "\n")
         if family == "llama3_json":
             calls = several(objects("parameters"), "; ")
-            return f"{calls} | /([^{{](.|\\n)*)?/" if is_free else calls
+            return f"/\\s*/ ({calls}) | /\\s*([^{{\\s](.|\\n)*)?/" if is_free else calls
         if family == "mistral":
             if has_args_mark:
                 named = [f"{_literal(name)} {self.mark(MISTRAL_ARGS)} {rule}" for name, rule in arguments.items()]
@@ -160,6 +153,9 @@ class _Rules:
                 calls = f'"[" {several(objects("arguments"), ", ")} "]"'
             return f"{self.until(MISTRAL)} {calls} | TEXT" if is_free else f"{self.mark(MISTRAL)} {calls}"
         rule = "the engine knows no form of tool calls for its model; use auto, or start it with --tool-call-parser"
+        if family is not None:
+            remedy = "leave out strict" if is_free else "use auto"
+            rule = f"calls of the form {family} cannot be held to their schemas in this version; {remedy}"
         raise InvalidRequest("tools" if is_free else "tool_choice", rule)
 
     def mark(self, text: str) -> str:
@@ -174,6 +170,16 @@ class _Rules:
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{option}: {body}")
         return name
+
+
+def argument_schemas(request: GenerationRequest) -> dict[str, dict[str, Any]]:
+    """Return the schemas that the arguments of calls have to fit, by the functions that can be called. Raises
+    InvalidRequest."""
+    functions = [tool["function"] for tool in request.tools or ()]
+    if isinstance(request.tool_choice, dict):
+        name = request.tool_choice["function"]["name"]
+        functions = [function for function in functions if function["name"] == name]
+    return {function["name"]: _parameters(function, request.tool_choice == "auto") for function in functions}
 
 
 def _json(schema: dict[str, Any] | bool, **separators: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import logging
+import re
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:  # it imports jinja2, and the names of the parsers are options of a service
     from millrace.engine_service.chat.template import ChatTemplate
+
+logger = logging.getLogger("millrace.engine")
 
 THINKING_MARKS = {
     "qwen3": ("<think>", "</think>"),
@@ -15,12 +19,16 @@ THINKING_MARKS = {
     "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
 """The marks before and after reasoning, by parser. "auto" takes the first parser whose second mark the template has."""
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "glm45", "none")
 REASONING_PARSERS = ("auto", "none", *THINKING_MARKS)
 
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA = "<|python_tag|>"
 MISTRAL, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+GLM = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+ReasoningState: TypeAlias = Literal["open", "closed"] | None
+"""Whether the text before an output leaves reasoning open, or has closed it. None: the output may open it."""
 
 
 class OutputFormat(NamedTuple):
@@ -34,17 +42,21 @@ class OutputFormat(NamedTuple):
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks. A tokenizer may have them as special tokens, which a text leaves out."""
-        families = {"hermes": (HERMES, HERMES_END), "llama3_json": (LLAMA,)}
-        families["mistral"] = (MISTRAL, MISTRAL_ARGS, MISTRAL_ID)
+        tags = (HERMES, HERMES_END)
+        families = {"hermes": tags, "qwen3_coder": tags, "glm45": tags + GLM}
+        families |= {"llama3_json": (LLAMA,), "mistral": (MISTRAL, MISTRAL_ARGS, MISTRAL_ID)}
         return families.get(self.tool_calls or "", ()) + THINKING_MARKS.get(self.reasoning or "", ())
 
-    def begins_in_reasoning(self, prompt: str) -> bool:
-        """Return whether the output continues reasoning: the end of the prompt, or its last message, opens it."""
+    def reasoning_before(self, text: str, *, is_message: bool) -> ReasoningState:
+        """Return how a text leaves the reasoning: the end of a prompt, or a message that the output continues."""
         if self.reasoning is None:
-            return False
-        begin, end = THINKING_MARKS[self.reasoning]
-        opened, closed = prompt.rfind(begin), prompt.rfind(end)
-        return opened > closed or (self.reasoning == "deepseek_r1" and closed < 0)
+            return None
+        if not is_message:  # what is not at its end may be in the text of a user
+            text = next((mark for mark in THINKING_MARKS[self.reasoning] if text.rstrip().endswith(mark)), "")
+        opened, closed = map(text.rfind, THINKING_MARKS[self.reasoning])
+        if opened > closed or (self.reasoning == "deepseek_r1" and closed < 0):
+            return "open"
+        return "closed" if closed >= 0 else None
 
 
 def output_format(template: ChatTemplate, tool_calls: str = "auto", reasoning: str = "auto") -> OutputFormat:
@@ -52,9 +64,19 @@ def output_format(template: ChatTemplate, tool_calls: str = "auto", reasoning: s
     source = "".join(template.sources.values())
     if tool_calls == "auto":
         has_headers = "<|start_header_id|>" in source and "tool_calls" in source
-        families = {"hermes": HERMES in source, "mistral": MISTRAL in source}
-        families["llama3_json"] = LLAMA in source or has_headers
+        families = {
+            "glm45": HERMES in source and GLM[0] in source,
+            "qwen3_coder": HERMES in source and "<function=" in source,
+            "hermes": HERMES in source,
+            "mistral": MISTRAL in source,
+            "llama3_json": LLAMA in source or has_headers,
+        }
         tool_calls = next((name for name, is_family in families.items() if is_family), "none")
+        if tool_calls == "none" and re.search(r"\btools\b", source):
+            logger.warning(
+                "the chat template has tools, but none of the known forms of tool calls: they stay text in the output; "
+                "name a form with --tool-call-parser, or silence this with --tool-call-parser none"
+            )
     if reasoning == "auto":
         reasoning = next((name for name, (_, end) in THINKING_MARKS.items() if end in source), "none")
     calls, thinking = (None if name == "none" else name for name in (tool_calls, reasoning))

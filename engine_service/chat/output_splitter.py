@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from millrace.engine_service.chat.output_format import THINKING_MARKS, OutputFormat
-from millrace.engine_service.chat.tool_calls import FAMILIES, MAX_BROKEN_CALLS, hermes_call
+from millrace.engine_service.chat.output_format import HERMES_END, THINKING_MARKS, OutputFormat
+from millrace.engine_service.chat.tool_calls import FAMILIES, MAX_BROKEN_CALLS, Tools
 from millrace.results.messages import FunctionCall
 
 
@@ -25,15 +25,19 @@ class OutputSplitter:
     Held back are the beginning of a mark, white space in front of one, and what may be a call until it is complete.
     """
 
-    def __init__(self, form: OutputFormat, *, begins_in_reasoning: bool = False, has_tools: bool = True) -> None:
+    def __init__(self, form: OutputFormat, tools: Tools | None, *, begins_in_reasoning: bool = False) -> None:
+        """`tools`: those of the request; None: calls stay content."""
+        self._tools = tools or {}
         self._marks = THINKING_MARKS[form.reasoning] if form.reasoning is not None else None
         self._begins_in_reasoning = begins_in_reasoning
-        self._family = FAMILIES[form.tool_calls] if has_tools and form.tool_calls is not None else None
+        self._family = FAMILIES[form.tool_calls] if tools is not None and form.tool_calls is not None else None
         self._step: Callable[[bool], bool] = self._find_reasoning
         """Takes what is certain from the held text. Returns whether another step has to look at the rest."""
         self._held = ""
         self._num_tries = 0
         """Marks of an end in the held text at which its first call could not be read."""
+        self._num_broken = 0
+        """Marks of a call in the content so far."""
         self._space = ""
         """White space behind the content so far. It belongs to the content, but not before the first call or at the end."""
         self._has_content = self._has_reasoning = self._has_calls = False
@@ -108,9 +112,11 @@ class OutputSplitter:
             if start.startswith(self._family.may_begin_with):
                 self._step = self._read_calls
                 return True
-        text, mark, rest = self._held.partition(self._family.mark)
-        if not mark and not is_end:
-            text, rest = _before_mark(text, mark=self._family.mark)
+        text, mark, rest = self._held, "", ""
+        if self._num_broken < MAX_BROKEN_CALLS:
+            text, mark, rest = text.partition(self._family.mark)
+            if not mark and not is_end:
+                text, rest = _before_mark(text, mark=self._family.mark)
         self._add(text)
         self._held = mark + rest
         if mark:
@@ -120,20 +126,25 @@ class OutputSplitter:
     def _read_calls(self, is_end: bool) -> bool:
         """Read the calls with which the held text begins: at the end all of them, before it one whose end is marked."""
         assert self._family is not None
+        if self._held.startswith(mark := self._family.mark) and not self._family.begin.match(self._held, len(mark)):
+            self._add(mark)
+            self._num_broken += 1
+            self._held, self._step = self._held[len(mark) :], self._read_content
+            return True
         if is_end:
-            for item in self._family.split(self._held):
+            for item in self._family.split(self._held, self._tools, self._num_broken):
                 self._add(item)
             self._held = ""
             return False
-        if (end_mark := self._family.end_mark) is None or self._num_tries >= MAX_BROKEN_CALLS:
+        if self._family.read is None or self._num_tries >= MAX_BROKEN_CALLS:
             return False
-        num_ends = self._held.count(end_mark)
+        num_ends = self._held.count(HERMES_END)
         if num_ends <= self._num_tries:
             return False
         self._num_tries = num_ends
-        call, end = hermes_call(self._held, 0, is_whole=False)
+        call, end = self._family.read(self._held, 0, self._tools, is_whole=False)
         # An argument may have marks of an end, too. Counting those before the call's own makes all cuts of a text equal.
-        if call is None or self._held.count(end_mark, 0, end) > MAX_BROKEN_CALLS:
+        if call is None or self._held.count(HERMES_END, 0, end) > MAX_BROKEN_CALLS:
             return False
         self._add(call)
         self._held, self._num_tries, self._step = self._held[end:], 0, self._read_content

@@ -8,9 +8,10 @@ from hashlib import blake2b
 
 import msgspec
 
-from millrace.engine_service.chat.grammars import chat_form, must_constrain_tools
-from millrace.engine_service.chat.output_format import OutputFormat
+from millrace.engine_service.chat.grammars import WHOLE_FORMS, chat_form, must_constrain_tools
+from millrace.engine_service.chat.output_format import OutputFormat, ReasoningState
 from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
+from millrace.engine_service.chat.tool_calls import Tools
 from millrace.engine_service.text import Tokenizer
 from millrace.producer import GenerationRequest, StructuredOutputs
 from millrace.results.messages import ChatOutput, ToolCall
@@ -25,32 +26,39 @@ class ChatOutputs:
     def __init__(self, form: OutputFormat, tokenizer: Tokenizer) -> None:
         self._form = form
         self._tokenizer = tokenizer
-        self._special_ids = {mark: found for mark in form.marks if (found := tokenizer.special_id(mark)) is not None}
-        self._marks = {token_id: mark for mark, token_id in self._special_ids.items()}
+        self._marks = {found: mark for mark in form.marks if (found := tokenizer.special_id(mark)) is not None}
 
     def reader(self, request: GenerationRequest, prompt_token_ids: list[int]) -> ChatReader | None:
         """Return the reader for the outputs of a request; None where the text is all there is."""
-        has_tools = request.tools is not None and request.tool_choice != "none" and self._form.tool_calls is not None
-        if request.messages is None or not request.sampling.detokenize or not (has_tools or self._form.reasoning):
+        tools = _callable_tools(request) if self._form.tool_calls is not None else None
+        if request.messages is None or not request.sampling.detokenize or not (tools or self._form.reasoning):
             return None
-        begins = self._begins_in_reasoning(request, prompt_token_ids)
+        begins = self._reasoning_before(request, prompt_token_ids) == "open"
         hidden = self._marks if request.sampling.skip_special_tokens else {}
-        return ChatReader(self._form, hidden, begins, has_tools, request.parallel_tool_calls)
+        return ChatReader(self._form, hidden, begins, tools, request.parallel_tool_calls)
 
     def form(self, request: GenerationRequest, prompt_token_ids: list[int]) -> StructuredOutputs | None:
         """Return the form of the outputs of a request; None for free text. Raises InvalidRequest."""
         wanted = request.sampling.structured_outputs
         if request.messages is None or (wanted is None and not must_constrain_tools(request)):
             return wanted
-        begins = self._begins_in_reasoning(request, prompt_token_ids)
-        return chat_form(request, self._form, self._special_ids.get, begins_in_reasoning=begins)
+        before = self._reasoning_before(request, prompt_token_ids)
+        return chat_form(request, self._form, self._tokenizer.mark_id, before)
 
-    def _begins_in_reasoning(self, request: GenerationRequest, prompt_token_ids: list[int]) -> bool:
+    def _reasoning_before(self, request: GenerationRequest, prompt_token_ids: list[int]) -> ReasoningState:
         if request.continue_final_message and request.messages:
-            prompt = str(request.messages[-1]["content"])
-        else:
-            prompt = self._tokenizer.decode(prompt_token_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False)
-        return self._form.begins_in_reasoning(prompt)
+            return self._form.reasoning_before(str(request.messages[-1]["content"]), is_message=True)
+        tail = self._tokenizer.decode(prompt_token_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False)
+        return self._form.reasoning_before(tail, is_message=False)
+
+
+def _callable_tools(request: GenerationRequest) -> Tools | None:
+    """Return the tools whose calls are read. None: there are none, or calls in the output stay text."""
+    own_form = request.sampling.structured_outputs
+    if request.tool_choice == "none" or (own_form is not None and own_form.form not in WHOLE_FORMS):
+        return None
+    functions = [tool["function"] for tool in request.tools or ()]
+    return {function["name"]: function.get("parameters") or {} for function in functions} or None
 
 
 class ChatReader(msgspec.Struct, frozen=True):
@@ -60,7 +68,7 @@ class ChatReader(msgspec.Struct, frozen=True):
     hidden_marks: Mapping[int, str]
     """Marks that are special tokens, and that the text leaves out: their ids and texts."""
     begins_in_reasoning: bool
-    has_tools: bool
+    tools: Tools | None
     is_parallel: bool
     """Whether all calls of an output count, not only the first."""
 
@@ -71,9 +79,7 @@ class CandidateParts:
     def __init__(self, reader: ChatReader, job_id: str, index: int) -> None:
         self.hidden_marks = reader.hidden_marks
         """The fed texts must have them: see `Generation.marked_text_between`."""
-        self._splitter = OutputSplitter(
-            reader.form, begins_in_reasoning=reader.begins_in_reasoning, has_tools=reader.has_tools
-        )
+        self._splitter = OutputSplitter(reader.form, reader.tools, begins_in_reasoning=reader.begins_in_reasoning)
         self._has_short_ids = reader.form.tool_calls == "mistral"
         self._max_calls = math.inf if reader.is_parallel else 1
         self._num_calls = 0

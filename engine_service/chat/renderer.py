@@ -25,11 +25,12 @@ _decode = msgspec.json.Decoder(Rendered).decode
 
 
 class NotQuick(EngineError):
-    """Raised by a quick rendering that takes too long. The chat can be rendered without haste."""
+    """Raised where a claim may not wait: by a rendering that takes too long, and for a grammar that is to be checked first.
+    Without haste both are possible."""
 
     def __init__(self, *, is_slow_template: bool) -> None:
-        """`is_slow_template`: the template has used its CPU time; otherwise the process gave no answer."""
-        super().__init__("the chat cannot be rendered quickly")
+        """`is_slow_template`: the template has used its CPU time. Otherwise no process has answered, or it is a grammar."""
+        super().__init__("the job cannot be admitted quickly")
         self.is_slow_template = is_slow_template
 
 

@@ -162,11 +162,32 @@ class _Recursion:
         place[int(path[-1]) if type(place) is list else path[-1]] = False
 
 
+def named_types(part: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema within `root` names, itself, by a reference to `$defs` or in its alternatives. None of
+    them: it allows any."""
+    shared: dict[tuple[str, ...], Any] = {
+        (kind, name): each for kind in _SHARED for name, each in _named(root, kind).items()
+    }
+    types: set[str] = set()
+    left, seen = [part], set[int]()
+    while left:
+        part = left.pop()
+        if type(part) is not dict or id(part) in seen:  # references may form a circle
+            continue
+        seen.add(id(part))
+        named = part.get("type")
+        types.update([named] if type(named) is str else map(str, named) if type(named) is list else ())
+        left += [each for name in ("anyOf", "oneOf", "allOf") for each in _listed(part, name)]
+        if (path := target_path(part, shared)) is not None:
+            left.append(shared[path])
+    return types
+
+
 def _listed(part: dict[str, Any], name: str) -> list[Any]:
     value = part.get(name)
     return value if type(value) is list else []
 
 
-def _named(part: dict[str, Any], name: str) -> dict[str, Any]:
+def _named(part: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = part.get(name)
     return value if type(value) is dict else {}

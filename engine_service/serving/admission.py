@@ -8,12 +8,11 @@ import logging
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
-from jinja2 import TemplateSyntaxError
 
-from millrace.engine_service.chat.grammars import must_constrain_tools
+from millrace.engine_service.chat.grammars import argument_schemas, must_constrain_tools
 from millrace.engine_service.chat.outputs import ChatOutputs, ChatReader
 from millrace.engine_service.chat.renderer import NotQuick, Renderer
-from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError, compile_template
+from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
 from millrace.engine_service.grammars import Grammars
@@ -27,7 +26,7 @@ from millrace.executor.wire.messages import (
     ThinkingLimit,
     record_bytes,
 )
-from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputs
 from millrace.results.errors import shown
 
 logger = logging.getLogger("millrace.engine")
@@ -70,6 +69,7 @@ class Admission:
         self._grammars = None
         if tokenizer is not None and self._eos_token_ids:
             self._grammars = Grammars(tokenizer, facts.vocab_size, sorted(self._eos_token_ids))
+        self._is_quick = False
         self._seq_ids = itertools.count(1)
 
     def close(self) -> None:
@@ -78,18 +78,21 @@ class Admission:
             self._grammars.close()
 
     def with_template(self, source: str) -> Admission:
-        """Return the same admission with another chat template. Raises `InvalidRequest` if it is not valid."""
-        try:
-            compile_template(source)
-        except TemplateSyntaxError as error:
-            raise InvalidRequest("chat_template", f"is not a valid Jinja template: {error}") from error
+        """Return the same admission with another chat template, which is valid."""
         changed = copy.copy(self)
         if self._renderer is not None:
             variables = self._renderer.template.variables
             changed._renderer = Renderer(ChatTemplate({"default": source}, variables))
         return changed
 
-    def prompt_text(self, request: GenerationRequest, *, is_quick: bool = False) -> str | None:
+    def quick(self) -> Admission:
+        """Return an admission that raises `NotQuick` for what takes longer than a claim may: a slow chat, or a grammar that
+        is to be checked first. Otherwise it is the same."""
+        changed = copy.copy(self)
+        changed._is_quick = True
+        return changed
+
+    def prompt_text(self, request: GenerationRequest) -> str | None:
         """Return the text of the prompt: the template's, for messages. None: the request has token ids. Raises as
         `prompt_token_ids`."""
         if request.prompt_token_ids is not None:
@@ -97,7 +100,7 @@ class Admission:
         if self._tokenizer is None:
             field = "messages" if request.prompt is None else "prompt"
             raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
-        return request.prompt or self._render(request, is_quick)
+        return request.prompt or self._render(request)
 
     def prompt_token_ids(
         self,
@@ -105,17 +108,15 @@ class Admission:
         truncate_to: int | None = None,
         *,
         text: str | None = None,
-        is_quick: bool = False,
     ) -> list[int]:
         """Return the ids of the prompt, prompt_token_ids or messages of the request: the last `truncate_to`, as in
         `SamplingParams.truncate_prompt_tokens`. `text`: its `prompt_text`, if that is known.
 
         Raises `InvalidRequest`, also when they do not fit into the context; without tokenizing, where that is sure before.
-        `is_quick`: raises `NotQuick` for a chat that takes longer than a claim may.
         """
         num_kept = self._num_kept(truncate_to)
         if request.prompt_token_ids is None:
-            text = self.prompt_text(request, is_quick=is_quick) if text is None else text
+            text = self.prompt_text(request) if text is None else text
             return self._encode(text or "", num_kept, is_chat=request.prompt is None)
         token_ids = request.prompt_token_ids[-(num_kept or 0) :]
         self._check_fits("prompt_token_ids", len(token_ids))
@@ -127,16 +128,11 @@ class Admission:
         return None if self._chat_outputs is None else self._chat_outputs.reader(request, prompt_token_ids)
 
     def with_form(
-        self,
-        sampling: SamplingParams,
-        request: GenerationRequest,
-        prompt_token_ids: list[int],
-        *,
-        is_quick: bool = False,
+        self, sampling: SamplingParams, request: GenerationRequest, prompt_token_ids: list[int]
     ) -> SamplingParams:
         """Return the sampling parameters with the form of the output that a chat's tools and reasoning need.
 
-        Raises `InvalidRequest` for tools that this model cannot be held to. `is_quick`: as in `admit`.
+        Raises `InvalidRequest` for tools that this model cannot be held to.
         """
         has_calls = must_constrain_tools(request)
         if self._chat_outputs is None:
@@ -147,16 +143,26 @@ class Admission:
         wanted = sampling.structured_outputs
         if form is wanted:
             return sampling
-        self._grammar(sampling, is_quick)  # an error names the place in the caller's own form
+        self._grammar(sampling)  # an error names the place in the caller's own form
         changed = msgspec.structs.replace(sampling, structured_outputs=form)
         try:
-            self._grammar(changed, is_quick)
+            self._grammar(changed, "strict tools" if request.tool_choice == "auto" else "tool_choice")
         except InvalidRequest as error:
             if form is None or error.field != form.field:
                 raise
-            field = "tools" if has_calls or wanted is None else wanted.field
-            raise InvalidRequest(field, error.message) from error
+            if has_calls or wanted is None:
+                raise InvalidRequest("tools", self._tool_error(request) or error.message) from error
+            raise InvalidRequest(wanted.field, error.message) from error
         return changed
+
+    def _tool_error(self, request: GenerationRequest) -> str:
+        """Return the first tool whose calls cannot be held to its schema, and why; "" if each alone can."""
+        for name, schema in argument_schemas(request).items():
+            try:
+                self._grammar(SamplingParams(structured_outputs=StructuredOutputs(json=schema)))
+            except InvalidRequest as error:
+                return f"the parameters of {name}: {error.message.removeprefix('json: ')}"
+        return ""
 
     def admit(
         self,
@@ -170,7 +176,6 @@ class Admission:
         cache_salt: str | None = None,
         tenant: str = "",
         priority: int = 0,
-        is_quick: bool = False,
     ) -> list[Generation]:
         """Return a generation for each candidate, ready for the engine.
 
@@ -178,14 +183,14 @@ class Admission:
         JSON) and `crash_count` come from an earlier attempt.
         Only generations with the same `cache_salt` share cached blocks. `priority` is that of a job: lower numbers first.
         Raises `InvalidRequest` for what this model or its tokenizer cannot do, such as an id outside the vocabulary, and if
-        too many log-probabilities are wanted. `is_quick`: raises `NotQuick` for a grammar that is to be checked first.
+        too many log-probabilities are wanted.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids
         stop_rules = self._stop_rules(sampling, len(prompt_token_ids), end_token_ids)
         text_rules = self._text_rules(sampling, frozenset(sampling.stop_token_ids) - eos_token_ids)
-        row_sampling = self._row_sampling(sampling, drawn_seed, is_quick)
+        row_sampling = self._row_sampling(sampling, drawn_seed)
 
         def make(candidate: int, output: list[int], known: list[bytes]) -> Generation:
             only_first = {} if candidate == 0 else {"candidate": candidate, "prompt_logprobs": None}
@@ -212,7 +217,7 @@ class Admission:
             generations.append(generation)
         return generations
 
-    def _row_sampling(self, sampling: SamplingParams, drawn_seed: int, is_quick: bool) -> RowSampling:
+    def _row_sampling(self, sampling: SamplingParams, drawn_seed: int) -> RowSampling:
         seed = drawn_seed if sampling.seed is None else sampling.seed
         # vLLM's rule: with ignore_eos too.
         held_token_ids = self._eos_token_ids.union(sampling.stop_token_ids) if sampling.min_tokens else frozenset[int]()
@@ -228,7 +233,7 @@ class Admission:
             logprobs=self._num_logprobs("logprobs", sampling.logprobs),
             prompt_logprobs=self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
             processors=self._logits_settings(sampling, held_token_ids),
-            grammar=self._grammar(sampling, is_quick),
+            grammar=self._grammar(sampling),
         )
 
     def _num_logprobs(self, field: str, given: int | None) -> int | None:
@@ -269,7 +274,7 @@ class Admission:
             raise InvalidRequest(field, f"{shown(token)} {rule}")
         return token_ids
 
-    def _render(self, request: GenerationRequest, is_quick: bool) -> str:
+    def _render(self, request: GenerationRequest) -> str:
         assert self._renderer is not None
         chat = Chat(
             messages=request.messages or [],
@@ -279,7 +284,7 @@ class Admission:
             chat_template_kwargs=request.chat_template_kwargs or {},
         )
         try:
-            return self._renderer.render(chat, is_quick=is_quick)
+            return self._renderer.render(chat, is_quick=self._is_quick)
         except TextError as error:
             raise InvalidRequest("messages", str(error)) from error
 
@@ -303,7 +308,8 @@ class Admission:
 
     # --- what changes the logits ---
 
-    def _grammar(self, sampling: SamplingParams, is_quick: bool) -> str:
+    def _grammar(self, sampling: SamplingParams, cause: str | None = None) -> str:
+        """`cause`: what the form was made for, if the caller has not given it."""
         wanted = sampling.structured_outputs
         if wanted is None:
             return ""
@@ -313,8 +319,8 @@ class Admission:
         for field in ("ignore_eos", "min_tokens"):
             if getattr(sampling, field):
                 rule = "a structured output ends where its form is complete; leave it out"
-                raise InvalidRequest(field, f"cannot be given with {wanted.field}: {rule}")
-        if is_quick and not self._grammars.is_known(wanted):
+                raise InvalidRequest(field, f"cannot be given with {cause or wanted.field}: {rule}")
+        if self._is_quick and not self._grammars.is_known(wanted):
             raise NotQuick(is_slow_template=False)
         return self._grammars.grammar(wanted)
 

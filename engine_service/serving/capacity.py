@@ -52,13 +52,13 @@ class Capacity:
         with self._changed:
             self._changed.wait_for(lambda: self._has_changed, timeout_s)
 
-    def open(self, cost_tokens: int, num_candidates: int = 1, *, is_alone: bool, is_large: bool = False) -> None:
-        """Count a claimed job, which the engine loop has not taken yet. A large one is prepared until `end_preparation`."""
+    def open(self, cost_tokens: int, num_candidates: int = 1, *, is_alone: bool, is_slow: bool = False) -> None:
+        """Count a claimed job, which the engine loop has not taken yet. A slow one is prepared until `end_preparation`."""
         with self._changed:
             self._num_open += num_candidates
             self._num_alone += is_alone
             self._tokens_on_the_way += cost_tokens
-            if is_large:
+            if is_slow:
                 self._num_preparing += 1
                 self._tokens_preparing += cost_tokens
 
@@ -76,7 +76,7 @@ class Capacity:
             self._notify()
 
     def end_preparation(self, cost_tokens: int) -> None:
-        """Count a large job as prepared, or as withdrawn before that."""
+        """Count a slow job as prepared, or as withdrawn before that."""
         with self._changed:
             self._num_preparing -= 1
             self._tokens_preparing -= cost_tokens

@@ -1,7 +1,7 @@
 """Claims the jobs that fit into the engine, and receives the signals about its jobs.
 
 Each thread waits for something else: `claim` for capacity and for the queue, `signals` for cancellations and readers,
-`prepare` for large jobs. They post events to the engine loop, in order.
+`prepare` for those that are slow to prepare. They post events to the engine loop, in order.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ logger = logging.getLogger("millrace.engine")
 
 MAX_JOBS_PER_CLAIM = 128
 LARGE_BODY_BYTES = 4096
-"""A larger body is parsed and tokenized in the `prepare` thread, and so is a slow chat. 128 bodies of this size take the
-claim thread up to 0.5 s."""
+"""A job with a larger body is admitted in the `prepare` thread, as one with a slow chat or a grammar that is not checked yet.
+128 bodies of this size take the claim thread up to 0.5 s."""
 _GATHER_S = 0.005
 """How long admitted jobs of one claim wait for the next ones, so that an idle engine's first step has many of them."""
 _BLOCK_S = 1.0
@@ -72,7 +72,7 @@ class Intake:
     ) -> None:
         self._leases = leases
         self._capacity = capacity
-        self._admission = admission
+        self._admission, self._quick_admission = admission, admission.quick()
         self._model_names = model_names
         self._fingerprint = fingerprint
         self._isolates_tenants = isolates_tenants
@@ -160,8 +160,8 @@ class Intake:
             for claimed in jobs:
                 outcome = self._admit_quickly(claimed)
                 pending = outcome if isinstance(outcome, PendingJob) else None
-                num_candidates, is_large = len(claimed.checkpoints), pending is not None
-                self._capacity.open(claimed.cost, num_candidates, is_alone=is_alone(claimed), is_large=is_large)
+                num_candidates, is_slow = len(claimed.checkpoints), pending is not None
+                self._capacity.open(claimed.cost, num_candidates, is_alone=is_alone(claimed), is_slow=is_slow)
                 waiting.append(outcome)
                 if pending or time.monotonic() - posted_s >= _GATHER_S:
                     post()
@@ -172,7 +172,7 @@ class Intake:
             post()
 
     def _prepare(self, job: PendingJob) -> None:
-        self._post(Prepared(job, self._admit(job.claimed)))
+        self._post(Prepared(job, self._admit(job.claimed, self._admission)))
 
     def _admit_quickly(self, claimed: ClaimedJob) -> Arrived | Refused | Deferred | PendingJob:
         """Return a `PendingJob` for what takes long: the `prepare` thread admits it."""
@@ -180,7 +180,7 @@ class Intake:
         if len(claimed.body) > LARGE_BODY_BYTES or is_slow_chat:
             return PendingJob(claimed)
         try:
-            return self._admit(claimed, is_quick=True)
+            return self._admit(claimed, self._quick_admission)
         except NotQuick as error:
             if error.is_slow_template:
                 if len(self._slow_tenants) >= _MAX_SLOW_TENANTS:
@@ -188,14 +188,14 @@ class Intake:
                 self._slow_tenants.add(claimed.tenant)
             return PendingJob(claimed)
 
-    def _admit(self, claimed: ClaimedJob, *, is_quick: bool = False) -> Arrived | Refused | Deferred:
+    def _admit(self, claimed: ClaimedJob, admission: Admission) -> Arrived | Refused | Deferred:
         if claimed.protocol > PROTOCOL:
             return Deferred(claimed)
         if claimed.corruption:
             message = f"the job's record was changed and cannot be run: {claimed.corruption}"
             return Refused(claimed, JobError(kind="invalid_request", message=message))
         try:
-            return Arrived(self._build(claimed, is_quick))
+            return Arrived(self._build(claimed, admission))
         except NotQuick:
             raise
         except InvalidRequest as error:
@@ -205,7 +205,7 @@ class Intake:
             logger.exception("job %s could not be admitted", claimed.job_id)
             return Refused(claimed, JobError(kind="internal", message=one_line(f"{type(error).__name__}: {error}")))
 
-    def _build(self, claimed: ClaimedJob, is_quick: bool) -> ServedJob:
+    def _build(self, claimed: ClaimedJob, admission: Admission) -> ServedJob:
         request = parse_body(claimed.body)
         if request.model is not None and request.model not in self._model_names:
             names = f"{shown(self._model_names[0])}, not {shown(request.model)}"
@@ -215,12 +215,12 @@ class Intake:
             rule = "submit it with the same n in the request and in the options"
             raise InvalidRequest("n", f"is {n} in the request, but the job's record has {num_candidates}; {rule}")
         num_kept = request.sampling.truncate_prompt_tokens
-        prompt_token_ids = self._admission.prompt_token_ids(request, num_kept, is_quick=is_quick)
+        prompt_token_ids = admission.prompt_token_ids(request, num_kept)
         counts = [len(checkpoint.token_ids) for checkpoint in claimed.checkpoints]
         if request.sampling.logprobs is not None and list(map(len, claimed.logprobs or [[]] * n)) != counts:
             raise InvalidRequest("logprobs", "are missing in the job's checkpoint; submit the job again under a new id")
-        sampling = self._admission.with_form(request.sampling, request, prompt_token_ids, is_quick=is_quick)
-        generations = self._admission.admit(
+        sampling = admission.with_form(request.sampling, request, prompt_token_ids)
+        generations = admission.admit(
             prompt_token_ids,
             sampling,
             drawn_seed=claimed.seed,
@@ -233,10 +233,9 @@ class Intake:
             else request.cache_salt,
             tenant=claimed.tenant,
             priority=claimed.priority,
-            is_quick=is_quick,
         )
         delayed_s = claimed.created_ms / 1000 + (request.delay_s or 0.0)
-        chat = self._admission.chat_reader(request, prompt_token_ids)
+        chat = admission.chat_reader(request, prompt_token_ids)
         return ServedJob(claimed, generations, max(delayed_s, request.run_at or 0.0), chat)
 
     # --- signals ---

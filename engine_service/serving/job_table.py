@@ -54,7 +54,7 @@ class JobTable:
         self.served: dict[JobId, ServedJob] = {}
         self.by_sequence: dict[SeqId, tuple[ServedJob, Candidate]] = {}
         self.pending: dict[JobId, PendingJob] = {}
-        """Large jobs until they are prepared."""
+        """Jobs that are slow to prepare, until they are prepared."""
         self._metrics = JobMetrics()
 
     def __repr__(self) -> str:

@@ -220,7 +220,7 @@ def _event(candidate: Candidate, end: int, text: str, chat: ChatOutput | None) -
         text=text,
         index=candidate.index,
         logprobs=_logprobs(generation, start, end, join_tokens),
-        chat=None if chat == ChatOutput(content=text or None) else chat,
+        chat=None if chat == ChatOutput(content=text) else chat,
     )
 
 

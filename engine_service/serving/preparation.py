@@ -1,4 +1,5 @@
-"""Prepares large requests in a thread of their own, so that no other job waits until they are parsed and tokenized."""
+"""Prepares the requests that take long (a large body, a slow chat, a grammar to check) in a thread of their own, so that no
+other job waits for them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from millrace.engine_service.serving.jobs import PendingJob
 
 
 class Preparation:
-    """Owns the thread that prepares large jobs, one at a time, and their order: the tenants take turns.
+    """Owns the thread that prepares these jobs, one at a time, and their order: the tenants take turns.
 
     Jobs come from the claim thread. The engine loop withdraws a job by its `is_withdrawn`.
     """

@@ -9,14 +9,13 @@ from typing import Any
 from millrace.executor.wire.messages import StepRow, WorkerConfig
 from tests.executor.stub import StubWorker
 
-END, SYSTEM, USER, ASSISTANT = 1, 2, 3, 4
-"""Ids of <|end|>, <|system|>, <|user|> and <|assistant|> in the tiny model's vocabulary."""
+END, USER = 1, 3
+"""Ids of <|end|> and <|user|> in the tiny model's vocabulary."""
 TEMPLATE = """\
 {% for message in messages %}\
 <|{{ 'user' if message.role == 'tool' else message.role }}|>{{ message.content or '' }}<|end|>\
 {% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% endif %}{% if opens_reasoning is defined %}<think><|system|>{% endif %}"""
-"""The prompt ends with <|assistant|> or <|system|>."""
+{% if add_generation_prompt %}<|assistant|>{% endif %}{% if opens_reasoning is defined %}<think>{% endif %}"""
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> EchoWorker:
@@ -27,12 +26,12 @@ class EchoWorker(StubWorker):
     def _run(self, row: StepRow) -> int | None:
         if super()._run(row) is None:
             return None
-        token_ids = self._sequences[row.seq_id].token_ids
+        sequence = self._sequences[row.seq_id]
+        token_ids = sequence.token_ids
         token_ids[-1] = END  # what the stub has chosen might be a mark
         *_, message = (at + 1 for at, token_id in enumerate(token_ids) if token_id == USER)
-        *_, output = (at + 1 for at, token_id in enumerate(token_ids) if token_id in (ASSISTANT, SYSTEM))
         answer = token_ids[message : token_ids.index(END, message)]
-        num_outputs = len(token_ids) - 1 - output
+        num_outputs = len(token_ids) - 1 - sequence.num_prompt_tokens
         if num_outputs < len(answer):
             token_ids[-1] = answer[num_outputs]
         return token_ids[-1]

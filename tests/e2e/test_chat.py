@@ -195,6 +195,33 @@ def test_marks_that_are_special_tokens_are_read_though_the_text_leaves_them_out(
     assert (job.content, job.text, job.tool_calls) == (broken.replace(mark, ""), broken.replace(mark, ""), [])
 
 
+def test_an_output_of_marks_alone_has_no_content(client: Client, start_echo: Callable[..., None]) -> None:
+    start_echo("<think> </think>", ("<think>", "</think>"))
+    for text in ("<think>", "<think></think>"):
+        job_id = client.submit(messages=chat_of(text), max_tokens=None, stream=True)
+        assert [event.content for event in client.stream(job_id) if event.content is not None] == []
+        job = client.get(job_id)
+        assert (job.text, job.content, job.reasoning) == ("", None, None)
+
+
+def test_a_mark_in_the_users_text_opens_no_reasoning(client: Client, start_echo: Callable[..., None]) -> None:
+    start_echo("<think> </think>", ("<think>", "</think>"))
+    job = client.wait(client.submit(messages=chat_of("What is <think>?"), max_tokens=None), LIMIT_S)
+    assert (job.content, job.reasoning) == ("What is ?", None)
+
+
+def test_arguments_between_tags_are_read_by_the_schemas_of_the_request(
+    client: Client, start_echo: Callable[..., None]
+) -> None:
+    start_echo("<tool_call> <function=")
+    pairs = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in (("a", 3), ("b", 4)))
+    text = f"I add.<tool_call>\n<function=add>\n{pairs}</function>\n</tool_call>"
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    job = client.wait(client.submit(messages=chat_of(text), max_tokens=None, tools=tools), LIMIT_S)
+    assert (job.content, call_of(job)) == ("I add.", ADD)
+
+
 def test_parsers_can_be_turned_off(client: Client, start_echo: Callable[..., None]) -> None:
     start_echo("<tool_call> </think>", (), "--tool-call-parser", "none", "--reasoning-parser", "none")
     text = f"<think>\nHm.\n</think>\n\n<tool_call>{CALL}</tool_call>"

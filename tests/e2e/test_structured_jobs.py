@@ -15,6 +15,7 @@ import redis
 from jsonschema import validate
 
 from millrace import Client, Job
+from millrace.engine_service.text import Tokenizer
 from millrace.results.keys import QueueKeys
 from tests.e2e.conftest import SERVED_MODEL, Service, StartEngine
 from tests.e2e.engines import LIMIT_S
@@ -115,6 +116,59 @@ def test_tool_calls_are_the_same_with(case: str, client: Client, start_engine: S
     assert [len(output.tool_calls) for output in outputs if output.finish_reason != "length"]
 
 
+def test_forms_take_the_models_own_marks_where_they_are_added_tokens_that_are_not_special(
+    client: Client, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """As in the tokenizers of Qwen."""
+    source = (TINY / "chat_template.jinja").read_text() + "{{ end }}{# <tool_call> </think> #}"
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    model = model_with_template(tmp_path / "model", source, tags=tags)
+    start_engine(model=model)
+    ids = {tag: Tokenizer(model).mark_id(tag) or 0 for tag in tags}
+    tools = [{"type": "function", "function": {**ADD, "strict": True}}]
+    options: dict[str, Any] = {"messages": CHAT, "max_tokens": 100, "seed": 1}
+    opened, closed = ({"chat_template_kwargs": {"end": f"<think>{end}"}} for end in ("", "\n\n</think>\n\n"))
+    prefers = {tag: {"logit_bias": {str(ids[tag]): 60.0}} for tag in tags}
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    once = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    requests: list[dict[str, Any]] = [
+        {**choice, **opened, **prefers["</think>"]},
+        {**choice, **opened, "thinking_token_budget": 3},
+        {**once, **opened, **prefers["</think>"]},
+        {"tools": tools, **closed, **prefers["<tool_call>"]},
+    ]
+    ended, limited, required, strict = (client.wait(client.submit(**options, **fields), LIMIT_S) for fields in requests)
+    assert ended.token_ids[0] == required.token_ids[0] == ids["</think>"]
+    assert (ended.finish_reason, ended.content in ("yes", "no"), ended.reasoning) == ("stop", True, None)
+    assert limited.token_ids.index(ids["</think>"]) == 3
+    assert (limited.finish_reason, limited.content in ("yes", "no")) == ("stop", True)
+    (call,) = required.tool_calls
+    validate(json.loads(call.function.arguments), ADD["parameters"])
+    assert required.token_ids.count(ids["<tool_call>"]) == required.token_ids.count(ids["</tool_call>"]) == 1
+    assert strict.token_ids[0] == ids["<tool_call>"]
+    assert strict.text.startswith('<tool_call>\n{"name": "add", "arguments": {')
+
+
+def test_an_answer_in_a_form_of_the_caller_is_no_call(
+    client: Client, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    source = "{# <|python_tag|> #}" + (TINY / "chat_template.jinja").read_text()
+    start_engine(model=model_with_template(tmp_path / "model", source))
+    form: dict[str, Any] = {"type": "object", "properties": {"name": {"const": "add"}, "parameters": {"const": {}}}}
+    form |= {"required": ["name", "parameters"], "additionalProperties": False}
+    answer = '{"name":"add","parameters":{}}'
+    options: dict[str, Any] = {"messages": CHAT, "max_tokens": 100}
+    for strict in (False, True):
+        tools = [{"type": "function", "function": {**ADD, "strict": strict}}]
+        own: list[dict[str, Any]] = [{"json": form}, {"choice": [answer]}]
+        for wanted in own:
+            job = client.wait(client.submit(**options, tools=tools, structured_outputs=wanted), LIMIT_S)
+            assert (job.content, job.tool_calls) == (answer, [])
+        whole = {"grammar": f"start: {json.dumps(answer)}"}
+        job = client.wait(client.submit(**options, tools=tools, structured_outputs=whole), LIMIT_S)
+        assert (job.content, [call.function.name for call in job.tool_calls]) == (None, ["add"])
+
+
 @pytest.mark.parametrize("family", ["<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"])
 def test_required_calls_have_arguments_that_fit(
     family: str, client: Client, start_engine: StartEngine, tmp_path: Path
@@ -125,6 +179,7 @@ def test_required_calls_have_arguments_that_fit(
         {"type": "function", "function": ADD},
         {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "maxProperties": 0}}},
     ]
+    strict = [{"type": "function", "function": {**ADD, "strict": True}}]
     options: dict[str, Any] = {"messages": CHAT, "tools": tools, "parallel_tool_calls": False, "max_tokens": 200}
     named = {"type": "function", "function": {"name": "add"}}
     jobs = {
@@ -145,7 +200,11 @@ def test_required_calls_have_arguments_that_fit(
     bad: dict[str, Any] = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {}}}
     bad["function"]["parameters"] = {"properties": {"a": {"uniqueItems": True}}}
     error = client.wait(client.submit(**{**options, "tools": [bad]}), LIMIT_S).error
-    assert error is not None and error.field == "tools" and "at #/properties/a: Unimpl" in error.message
+    assert error is not None and error.field == "tools"
+    assert error.message.startswith("tools: the parameters of f: at #/properties/a: Unimpl")
+    for cause, fields in (("tool_choice", {"tool_choice": "required"}), ("strict tools", {"tools": strict})):
+        error = client.wait(client.submit(**{**options, **fields, "min_tokens": 3}), LIMIT_S).error
+        assert error is not None and error.field == "min_tokens" and f"given with {cause}: " in error.message
     form = {"json": {"type": "object", "properties": {"a": {"type": "objct"}}}}
     error = client.wait(client.submit(messages=CHAT, structured_outputs=form), LIMIT_S).error
     assert error is not None and error.field == "structured_outputs"

@@ -8,9 +8,12 @@ from pathlib import Path
 from millrace.engine_service.chat.output_format import OutputFormat
 from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
 from millrace.engine_service.chat.template import ChatTemplate
+from millrace.engine_service.chat.tool_calls import Tools
 
 TINY = Path(__file__).resolve().parents[3] / "examples" / "tiny_model"
 FAMILIES = ("hermes", "llama3", "mistral")
+TAGGED = ("qwen3_coder", "glm45")
+"""The families whose arguments are text between tags."""
 
 WEATHER = {
     "type": "function",
@@ -20,6 +23,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
     },
 }
+NO_PARAMETERS: Tools = {"f": {}}
 
 
 def source_of(family: str) -> str:
@@ -30,25 +34,35 @@ def template_of(family: str) -> ChatTemplate:
     return ChatTemplate({"default": source_of(family)}, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def model_with_template(directory: Path, source: str, special_tokens: tuple[str, ...] = ()) -> Path:
-    """Make a copy of the tiny model with this chat template, and with special tokens that its head does not know."""
+def model_with_template(
+    directory: Path, source: str, special_tokens: tuple[str, ...] = (), tags: tuple[str, ...] = ()
+) -> Path:
+    """Make a copy of the tiny model with this chat template, and with special tokens that its head does not know. `tags`:
+    added tokens that are not special, in place of the last ones of its vocabulary."""
     directory.mkdir()
     for path in TINY.iterdir():
         if path.suffix in (".json", ".safetensors"):
             (directory / path.name).symlink_to(path)
     (directory / "chat_template.jinja").write_text(source)
-    if special_tokens:
+    if special_tokens or tags:
         tokenizer = json.loads((TINY / "tokenizer.json").read_text())
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer["added_tokens"] += [
             {"id": token_id, "content": token, **flags, "special": True}
             for token_id, token in enumerate(special_tokens, len(tokenizer["model"]["vocab"]))
         ]
+        vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+        for tag in reversed(tags):
+            merges.pop()
+            _, token_id = vocabulary.popitem()
+            tokenizer["added_tokens"].append({"id": token_id, "content": tag, **flags, "special": False})
         (directory / "tokenizer.json").unlink()
         (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     return directory
 
 
-def split(form: OutputFormat, text: str, *, begins_in_reasoning: bool = False, has_tools: bool = True) -> Parts:
+def split(
+    form: OutputFormat, text: str, *, begins_in_reasoning: bool = False, tools: Tools | None = NO_PARAMETERS
+) -> Parts:
     """Return the parts of a whole output."""
-    return OutputSplitter(form, begins_in_reasoning=begins_in_reasoning, has_tools=has_tools).end(text)
+    return OutputSplitter(form, tools, begins_in_reasoning=begins_in_reasoning).end(text)

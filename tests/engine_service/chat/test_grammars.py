@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from millrace.engine_service.chat.grammars import chat_form, structural_tag_grammar
-from millrace.engine_service.chat.output_format import OutputFormat
+from millrace.engine_service.chat.output_format import OutputFormat, ReasoningState
+from millrace.engine_service.text import Tokenizer
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
-from tests.engine_service.chat.models import split
+from tests.engine_service.chat.models import model_with_template, split
 from tests.matchers import TOKENIZER, accepts, byte_tokenizer
 
 NUMBERS = {
@@ -63,10 +65,10 @@ TOOLS: list[dict[str, Any]] = [ADD, GREET]
 class Output:
     """What a chat's output may be, with marks that are text, or special tokens."""
 
-    def __init__(self, family: str, *, begins: bool = False, is_special: bool = False, **fields: Any) -> None:
+    def __init__(self, family: str, *, before: ReasoningState = None, is_special: bool = False, **fields: Any) -> None:
         request = GenerationRequest(messages=[{"role": "user", "content": "x"}], **fields)
         special_id = SPECIAL_IDS.get if is_special else no_special_id
-        form = chat_form(request, FAMILIES[family], special_id, begins_in_reasoning=begins)
+        form = chat_form(request, FAMILIES[family], special_id, before)
         assert form is not None and form.grammar is not None
         self.tokenizer: LLTokenizer = byte_tokenizer(SPECIAL) if is_special else TOKENIZER
         self.matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.grammar), log_level=0)
@@ -83,6 +85,18 @@ class Output:
             text = text[len(mark or " ") :]
         copied = self.matcher.deep_copy()
         return copied.try_consume_tokens(token_ids) == len(token_ids) and copied.is_accepting()
+
+
+def test_marks_are_the_tokens_that_no_text_of_a_grammar_matches(tmp_path: Path) -> None:
+    tags, special = ("<think>", "[THINK]", "<a", "a>", "<|é|>"), ("[X]", "<y>", "<|end|>")
+    tokenizer = Tokenizer(model_with_template(tmp_path / "model", "", special[:2], tags))
+    of_grammars = LLTokenizer(tokenizer.as_json())
+    marks = {text: tokenizer.mark_id(text) for text in (*tags, *special, " the")}
+    for text, found in marks.items():
+        (token_id,) = tokenizer.encode(text, add_special_tokens=False)
+        assert found == (token_id if of_grammars.is_special_token(token_id) else None)
+    assert [text for text, found in marks.items() if found] == ["<think>", "<|é|>", *special]
+    assert tokenizer.mark_id("no such token") is None
 
 
 both_marks = pytest.mark.parametrize("is_special", [False, True], ids=["text", "special"])
@@ -130,8 +144,22 @@ def test_strict_arguments_fit_and_other_text_is_free(family: str, is_special: bo
     assert output.accepts(before + call(family, 'gré"et', '{"a": 1}'))
     assert not output.accepts(before + call(family, "add", WRONG))
     assert not output.accepts(before + call(family, "other", "{}"))
+    assert output.accepts("\n " + call(family, "add", FITTING))
+    assert not output.accepts("\n " + call(family, "add", WRONG))
     if family == "hermes":
         assert output.accepts(f"{before}{two_calls(family)} Done.")
+
+
+@pytest.mark.parametrize("before", [None, "open", "closed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strict_tools_leave_the_reasoning_free_where_the_prompt_has_none(family: str, before: ReasoningState) -> None:
+    output = Output(family, tools=[STRICT, GREET], is_special=True, before=before)
+    thoughts = {None: "<think>Hm. {</think>\n\n", "open": "Hm. {</think>\n\n", "closed": ""}
+    for each, text in thoughts.items():
+        may_begin_so = each == before or (before is None and each == "closed")
+        assert output.accepts(f"{text}Hello") is may_begin_so
+        assert output.accepts(text + call(family, "add", FITTING)) is may_begin_so
+        assert not output.accepts(text + call(family, "add", WRONG))
 
 
 @both_marks
@@ -139,11 +167,13 @@ def test_strict_arguments_fit_and_other_text_is_free(family: str, is_special: bo
 def test_reasoning_is_free(family: str, is_special: bool) -> None:
     fitting = call(family, "add", FITTING)
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "is_special": is_special}
-    thinks, begins = Output(family, **options), Output(family, **options, begins=True)
+    thinks, begins = Output(family, **options), Output(family, **options, before="open")
     assert thinks.accepts(f"<think>Hm. {{</think>\n\n{fitting}")
     assert not thinks.accepts(f"<think>Hm. {fitting}") and not thinks.accepts(f"Hm.</think>{fitting}")
     assert begins.accepts(f"Hm. {{</think>\n\n{fitting}")
     assert not begins.accepts(fitting)
+    closed = Output(family, **options, before="closed")
+    assert closed.accepts(fitting) and not closed.accepts(f"<think>Hm. {{</think>\n\n{fitting}")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +189,7 @@ def test_reasoning_is_free(family: str, is_special: bool) -> None:
 )
 def test_a_form_follows_the_reasoning(form: dict[str, Any], fitting: str, other: str) -> None:
     sampling = SamplingParams(structured_outputs=form)  # type: ignore[arg-type]
-    thinks, begins = (Output("hermes", sampling=sampling, begins=begins) for begins in (False, True))
+    thinks, begins = Output("hermes", sampling=sampling), Output("hermes", sampling=sampling, before="open")
     assert thinks.accepts(fitting) and thinks.accepts(f"<think>{other}</think>\n{fitting}")
     assert begins.accepts(f"{other}</think>{fitting}")
     for wrong in (other, f"<think>{fitting}</think>{other}", f"{fitting}</think>{fitting}"):
@@ -169,20 +199,20 @@ def test_a_form_follows_the_reasoning(form: dict[str, Any], fitting: str, other:
 @pytest.mark.parametrize("form", [{"grammar": 'start: "a"'}, None])
 def test_a_form_is_the_callers_where_nothing_is_to_be_added(form: Any) -> None:
     sampling = SamplingParams(structured_outputs=form)
-    request = GenerationRequest(messages=[{"role": "user", "content": "x"}], tools=TOOLS, sampling=sampling)
-    assert (
-        chat_form(request, FAMILIES["hermes"], no_special_id, begins_in_reasoning=True) is sampling.structured_outputs
-    )
+    tools = [STRICT] if form else TOOLS
+    request = GenerationRequest(messages=[{"role": "user", "content": "x"}], tools=tools, sampling=sampling)
+    assert chat_form(request, FAMILIES["hermes"], no_special_id, "open") is sampling.structured_outputs
     only_json = SamplingParams(structured_outputs={"json": {}})  # type: ignore[arg-type]
     request = GenerationRequest(messages=[{"role": "user", "content": "x"}], sampling=only_json)
-    found = chat_form(request, OutputFormat("hermes", None), no_special_id, begins_in_reasoning=False)
-    assert found is only_json.structured_outputs
+    for format_, before in ((OutputFormat("hermes", None), None), (FAMILIES["hermes"], "closed")):
+        assert chat_form(request, format_, no_special_id, before) is only_json.structured_outputs  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("output_format", "tool", "message"),
     [
         (OutputFormat(None, None), ADD, "tool_choice: the engine knows no form of tool calls"),
+        (OutputFormat("glm45", None), ADD, "tool_choice: calls of the form glm45 cannot be held .*; use auto"),
         (
             FAMILIES["hermes"],
             {**ADD, "function": {"name": "f", "parameters": {"type": "array"}}},
@@ -200,7 +230,7 @@ def test_tools_that_cannot_be_constrained_are_refused(
 ) -> None:
     request = GenerationRequest(messages=[{"role": "user", "content": "x"}], tools=[tool], tool_choice="required")
     with pytest.raises(InvalidRequest, match=f"^{message}"):
-        chat_form(request, output_format, no_special_id, begins_in_reasoning=False)
+        chat_form(request, output_format, no_special_id, None)
 
 
 @both_marks

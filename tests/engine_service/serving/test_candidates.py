@@ -73,7 +73,7 @@ class Serving:
         request = parse_body(claimed.body)
         outputs = [checkpoint.token_ids for checkpoint in claimed.checkpoints]
         generations = self.admission.admit(PROMPT, request.sampling, drawn_seed=claimed.seed, outputs=outputs)
-        job = ServedJob(claimed, generations)
+        job = ServedJob(claimed, generations, due_s=0.0)
         self.service.post(Arrived(job))
         self.service._process_events()
         return job
@@ -291,7 +291,7 @@ def test_a_request_with_another_n_than_its_record_is_refused(serving: Serving, i
         fingerprint=FINGERPRINT,
         post=serving.service.post,
     )
-    refused = intake._admit(claimed)
+    refused = intake._admit(claimed, serving.admission)
     serving.service.post(refused)
     serving.service._process_events()
     assert isinstance(refused, Refused)

@@ -171,7 +171,7 @@ def test_no_step_is_made_while_redis_takes_no_results_and_then_it_goes_on(engine
             engine, capacity, output, writer, on_over=lambda job_id, lease: None, on_sleep_change=lambda: None
         )
         os.kill(server.pid, signal.SIGSTOP)
-        service.post(Arrived(ServedJob(claimed, [generation])))
+        service.post(Arrived(ServedJob(claimed, [generation], due_s=0.0)))
         service._process_events()
         while not writer.is_full:
             service._step()

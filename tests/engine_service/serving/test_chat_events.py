@@ -73,7 +73,7 @@ class Attempts:
             checkpoints=[Checkpoint(list(token_ids), num_published)], is_watched=self.is_watched,
         )  # fmt: skip
         self.output = Output(self.write, "model-a")
-        return ServedJob(claimed, [Generation(sequence, self.rules, self.tokenizer)], chat=self.reader)
+        return ServedJob(claimed, [Generation(sequence, self.rules, self.tokenizer)], due_s=0.0, chat=self.reader)
 
     def write(self, write: Write) -> None:
         if isinstance(write, Append):

@@ -127,7 +127,7 @@ def test_a_preparation_that_is_stopped_waits_for_nothing_and_begins_nothing(benc
 
 def test_large_jobs_that_would_fill_the_pool_leave_the_others_a_way_in() -> None:
     capacity = Capacity(max_open=100, capacity_tokens=1000)
-    capacity.open(5000, is_alone=False, is_large=True)
+    capacity.open(5000, is_alone=False, is_slow=True)
     assert capacity.wait_for_budget(0) == ClaimBudget(max_jobs=15, kv_token_budget=1000)
     capacity.open(300, is_alone=False)
     assert capacity.wait_for_budget(0) == ClaimBudget(max_jobs=15, kv_token_budget=700)
@@ -138,7 +138,7 @@ def test_large_jobs_that_would_fill_the_pool_leave_the_others_a_way_in() -> None
 def test_an_engine_does_not_claim_all_large_jobs_that_there_are() -> None:
     capacity = Capacity(max_open=100, capacity_tokens=1000)
     for _ in range(16):
-        capacity.open(500, is_alone=False, is_large=True)
+        capacity.open(500, is_alone=False, is_slow=True)
     assert capacity.wait_for_budget(0) is None
     capacity.end_preparation(500)
     capacity.arrive(500)
@@ -300,7 +300,7 @@ def test_a_large_job_expires_while_it_is_tokenized(serving: Serving, redis_clien
     serving.submit(submission("large", body=LARGE, deadline_ms=3_600_000))
     serving.wait_for_held()
     redis_client.hset(serving.queue.keys.job("large"), "deadline", 1)
-    redis_client.zadd(serving.queue.keys.deadlines, {"large": 1})
+    redis_client.zadd(f"{serving.queue.keys.prefix}deadlines", {"large": 1})
     serving.wait_for("large", "expired")
     serving.check_accounts()
 
@@ -356,7 +356,8 @@ def test_a_panic_of_the_tokenizer_fails_its_job_only(serving: Serving, tmp_path:
     content = json.loads(panicking.to_str())
     content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "BAAAAAEAAAA="}  # without what it refers to
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    serving.admission._tokenizer = Tokenizer(tmp_path)
+    for admission in (serving.intake._admission, serving.intake._quick_admission):
+        admission._tokenizer = Tokenizer(tmp_path)
     prompts = {"small": "a", "large": "a" * LARGE_BODY_BYTES}
     serving.gate.open()
     for job_id, prompt in prompts.items():
