@@ -1,4 +1,4 @@
-"""The engine loop: schedule, execute, apply. It knows neither Redis nor text files; `service` and `offline` build on it."""
+"""The engine loop: schedule, execute, apply. It does not know Redis; `serving/service.py` and `offline.py` build on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from copy import deepcopy
 
 import msgspec
 
@@ -15,7 +16,7 @@ from millrace.engine_service.errors import Asleep, EngineDead, EngineError, Work
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.worker_group import FailedSequence, SequenceFailure, WorkerGroup, no_longer_fits
 from millrace.executor.base import Executor, StepFuture
-from millrace.executor.errors import ExecutorError, WorkerError
+from millrace.executor.errors import ExecutorError, StepLost, WorkerError
 from millrace.executor.histogram import STEP_BOUNDS_S, Histogram
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.executor.wire.messages import ModelFacts, SeqId, StepPlan
@@ -137,6 +138,23 @@ class Engine:
             if isinstance(error, WorkerError) and error.failure.kind == _WEIGHTS_CHANGED:
                 raise EngineDead(str(error)) from error
             self._pending_updates += self._restart(error)
+        else:
+            self.scheduler.restart(self._executor.epoch)
+
+    def reload_weights(self, directory: str) -> None:
+        """Replace the weights by those in `directory`, of the same shapes, and be awake, without cached prompts. No
+        generation may be open. After an `EngineError` because of wrong files the engine sleeps at level 2."""
+        assert not self._generations
+        self._collect_all()
+        try:
+            self._workers.change_weights(directory)
+            self._executor.worker_stats()
+        except ExecutorError as error:
+            if isinstance(error, WorkerError) and error.failure.cause == "error":
+                self.sleep(2)  # other ranks may have loaded their part
+                rule = "the weights are gone: call reload_weights again, with the directory of a good checkpoint"
+                raise EngineError(f"{error}; {rule}") from error
+            self._restart(error)
         else:
             self.scheduler.restart(self._executor.epoch)
 
@@ -292,6 +310,9 @@ class Engine:
 
     def _handle_step_error(self, error: ExecutorError, plan: StepPlan) -> list[Progress]:
         """Make the steps smaller if that helps; else replace the workers."""
+        if isinstance(error, StepLost):
+            self._requeue_in_flight()
+            return []
         if isinstance(error, WorkerError) and error.failure.cause == "out_of_memory" and self._shrink_steps(plan):
             return []
         return self._restart(error)
@@ -354,7 +375,7 @@ class Engine:
         return EngineMetrics(
             executor=self._executor.stats(),
             scheduler=scheduler,
-            inter_token_s=self._inter_token_s.copy(),
+            inter_token_s=deepcopy(self._inter_token_s),
             pool_use=1 - scheduler.pool.num_free / max(1, self.scheduler.pool.num_blocks - 1),
             token_budget=self.scheduler.token_budget.tokens,
             sleep_level=self.sleep_level,

@@ -12,7 +12,10 @@ from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.sizes import why_impossible
 from millrace.results.errors import shown
 
-_SAMPLE_BYTES = 1 << 16
+_PLACE_BYTES, _NUM_PLACES = 4096, 4
+"""What `fingerprint` reads of a tensor: so many places of this size, evenly spaced. A smaller tensor is read as a whole."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Longer headers are invalid, as in safetensors."""
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
@@ -80,24 +83,52 @@ def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_paralle
         raise ConfigurationError(reason)
 
 
-def fingerprint(path: Path, tokenizer_path: Path, template_file: str | None, number_formats: str) -> str:
-    """Return a hash that is equal for engines that can continue each other's generations: with the same weights, tokenizer,
-    chat template and number formats.
+def fingerprint(path: Path, tokenizer_path: Path, template_file: str | None) -> str:
+    """Return a hash that is equal for engines with the same weights, tokenizer and chat template. With the same number
+    formats they can continue each other's generations.
 
-    It covers the configurations, the tokenizer and its templates, and of each weight file the size, the header and a sample.
+    It covers the configurations, the tokenizer and its templates, and of each weight file the header and a sample of each
+    tensor. A file that can't be read counts as empty: whoever needs it reports that.
     """
-    digest = hashlib.sha256(number_formats.encode())
     texts = [tokenizer_path / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
     texts += [Path(template_file).expanduser()] if template_file is not None else []
+    digest = hashlib.sha256()
     for file in (path / "config.json", path / "generation_config.json", *texts):
-        digest.update(hashlib.sha256(file.read_bytes() if file.exists() else b"").digest())
+        digest.update(hashlib.sha256(_read(file)).digest())
     for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with file.open("rb") as weights:
-            digest.update(weights.read(_SAMPLE_BYTES))
-            weights.seek(max(0, file.stat().st_size // 2))
-            digest.update(weights.read(_SAMPLE_BYTES))
+        digest.update(file.name.encode() + _hash_of_sample(file))
     return digest.hexdigest()[:32]
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def _hash_of_sample(file: Path) -> bytes:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as weights:
+            number = weights.fileno()
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_RANDOM)  # nothing else is read ahead
+            size = int.from_bytes(os.pread(number, 8, 0), "little")
+            header = os.pread(number, min(size, _MAX_HEADER_BYTES), 8)
+            digest.update(header)
+            tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+            places = []
+            for begin, end in (entry["data_offsets"] for entry in tensors):  # counted from the end of the header
+                last = max(0, end - begin - _PLACE_BYTES)
+                offsets = {last * each // (_NUM_PLACES - 1) for each in range(_NUM_PLACES)}
+                places += [8 + size + begin + offset for offset in sorted(offsets)]
+            for place in places:  # all are fetched at the same time, or each would take the way to a file server
+                os.posix_fadvise(number, place, _PLACE_BYTES, os.POSIX_FADV_WILLNEED)
+            for place in places:
+                digest.update(os.pread(number, _PLACE_BYTES, place))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        pass  # the worker refuses the file, and says why
+    return digest.digest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -58,10 +58,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 for arguments that are not named here, such as `lora_request` and `priority`."""
 
 
-_METHODS_OF_VLLM = frozenset(["beam_search", "classify", "collective_rpc", "embed", "encode", "reward", "score"])
+_METHODS_OF_VLLM = frozenset(["beam_search", "classify", "embed", "encode", "reward", "score"])
 """Methods of vLLM's `LLM` for what Millrace does not do."""
-_INTERNALS_OF_VLLM = frozenset(["llm_engine", "model_config"])
-"""Attributes of vLLM's `LLM` that scripts read the context length from."""
+_INSTEAD = {
+    "collective_rpc": "LLM.reload_weights reads other weights, and LLM.metrics() has figures of the workers",
+    **dict.fromkeys(
+        ["llm_engine", "model_config"],
+        "LLM.max_model_len is the context length, and LLM.metrics() has other figures",
+    ),
+}
+"""Attributes of vLLM's `LLM` that give access to its parts, and what does here what scripts use them for."""
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -143,7 +149,7 @@ class LLM:
         with names_as_given(vllm_arguments):
             ranks = build_executor(config, path, is_service=False)
         self._engine = Engine(ranks, config.for_scheduler())
-        self._model = config.model
+        self._model, self._path = config.model, path
         self._seeds = random.Random(seed)
         self._request_numbers = itertools.count()
         self._default_sampling = {} if vllm_arguments.get("generation_config") == "vllm" else default_sampling(path)
@@ -173,10 +179,8 @@ class LLM:
 
     def __getattr__(self, name: str) -> NoReturn:
         rule = " of vLLM is not supported: Millrace generates text and chats" if name in _METHODS_OF_VLLM else ""
-        if name in _INTERNALS_OF_VLLM:
-            rule = (
-                " of vLLM does not exist; LLM.max_model_len is the context length, and LLM.metrics() has other figures"
-            )
+        if name in _INSTEAD:
+            rule = f" of vLLM does not exist; {_INSTEAD[name]}"
         raise AttributeError(f"LLM.{name}{rule or ' does not exist'}", name=name, obj=self)
 
     @_leaving_no_reference
@@ -325,6 +329,21 @@ class LLM:
             raise InvalidRequest("tags", f"must be a list of {' and '.join(WAKE_TAGS)}, got {shown(tags)}")
         with self._in_use():
             self._engine.wake_up(tags)
+
+    def reload_weights(self, path: str | Path | None = None) -> None:
+        """Read the weights again from the model's directory, or from `path`, another directory of a model with the same
+        shapes, as after a step of training. The tokenizer and the configuration stay. The `LLM` may sleep. Afterwards it is
+        awake, and has no cached prompts. Later sleeps and restarts of workers read the same directory.
+
+        Raises `InvalidRequest` if there is no such directory, and `EngineError` if tensors are missing or have other shapes.
+        Then it sleeps at level 2 until this method is called with a good directory.
+        """
+        try:
+            directory = self._path if path is None else resolve_model(str(path))
+        except ConfigurationError as error:
+            raise InvalidRequest("path", str(error).removeprefix("model: ")) from error
+        with self._in_use():
+            self._engine.reload_weights(str(directory))
 
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks of earlier prompts. The workers are not asked."""

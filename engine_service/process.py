@@ -18,7 +18,7 @@ from millrace.engine_service.chat.outputs import ChatOutputs
 from millrace.engine_service.chat.renderer import ProcessRenderer
 from millrace.engine_service.config import ServeConfig
 from millrace.engine_service.engine import Engine
-from millrace.engine_service.errors import EngineError
+from millrace.engine_service.errors import EngineDead, EngineError
 from millrace.engine_service.model_files import eos_token_ids, fingerprint
 from millrace.engine_service.observe.endpoint import Endpoint
 from millrace.engine_service.observe.health import Health
@@ -76,6 +76,8 @@ class _Process:
         self._endpoint: Endpoint | None = None
         self._renderer: ProcessRenderer | None = None
         self._admission: Admission | None = None
+        self._model_fingerprint: str
+        """From `_start` on."""
 
     def run(self) -> bool:
         """See `run` of this module."""
@@ -104,6 +106,7 @@ class _Process:
             logger.warning("redis: %s", warning)
         logger.info("redis: %s", queue.server)
         self._endpoint = self._open_endpoint()
+        files = self._fingerprint()
         with timed(logger, "tokenizer"):
             with unlisted_models():
                 from transformers import PreTrainedTokenizerFast  # noqa: F401, the first import, which lists them
@@ -114,6 +117,9 @@ class _Process:
         with timed(logger, "workers"):
             facts = self._engine.start()
         die_with_rank_0()
+        if self._fingerprint() != files:  # it may be that of other weights than the workers have
+            raise EngineDead(f"model: the files in {self._path} changed while they were read; start the engine again")
+        self._model_fingerprint = f"{files}-{facts.dtype}-{facts.kv_cache_dtype}"
         config, template = self._config, tokenizer.chat_template
         form = output_format(template, config.tool_call_parser, config.reasoning_parser)
         logger.info(
@@ -129,13 +135,13 @@ class _Process:
         )
         return self._admission
 
+    def _fingerprint(self) -> str:
+        return fingerprint(self._path, self._tokenizer_path, self._config.chat_template)
+
     def _serve(self, admission: Admission) -> bool:
         """Serve until a signal. Return whether Redis has taken every write."""
         config = self._config
-        facts = self._engine.facts
-        formats = f"{facts.dtype} {facts.kv_cache_dtype}"
-        model_fingerprint = fingerprint(self._path, self._tokenizer_path, config.chat_template, formats)
-        serving = _Serving(config, self._engine, self._health, admission, model_fingerprint, self._connect)
+        serving = _Serving(config, self._engine, self._health, admission, self._model_fingerprint, self._connect)
         serving.start()
         engine_id = serving.leases.engine_id
         names = {"engine": engine_id, "model": config.model_names[0], "queue": config.queue, "version": __version__}
@@ -143,17 +149,17 @@ class _Process:
         logger.info("engine %s serves %s on queue %s", engine_id, config.model_names[0], config.queue)
         release_freed_memory()  # what the tokenizer's file took, mostly
         logger.info("start: ready after %.2f s", process_age_s())
-        end = serving.close
+        releases = True
         try:
             serving.run()
         except (EngineError, QueueError):  # such as workers that are lost for good: another engine may go on at once
             raise
         except Exception:
             logger.error("the engine has a bug: its jobs go back to the queue when its heartbeat expires")
-            end = serving.abandon
+            releases = False
             raise
         finally:
-            is_all_written = end()
+            is_all_written = serving.close(releases=releases)
         return is_all_written
 
     def _open_endpoint(self) -> Endpoint | None:
@@ -242,23 +248,16 @@ class _Serving:
         except KeyboardInterrupt:  # by `_drain_on_signal`
             logger.info("draining: the workers are not available, so running jobs go back to the queue")
 
-    def close(self) -> bool:
-        """Return the running jobs to the queue. Return whether Redis has taken every write."""
+    def close(self, *, releases: bool) -> bool:
+        """Stop, and return the running jobs to the queue. Without `releases` leave them to `recover`, which counts a crash
+        of each: one that no engine survives ends at last. Return whether Redis has taken every write."""
         self._stop_intake()
-        self.service.release_all()
+        if releases:
+            self.service.release_all()
         is_all_written = self._writer.close(_FLUSH_S, build_timeout_s=_BUILD_S)
         if not is_all_written:
             logger.error("Redis did not take the last writes; another engine will recover their jobs")
-        self.leases.stop(deregisters=is_all_written)  # else it would only wait for Redis again
-        self._status_log.stop()
-        return is_all_written
-
-    def abandon(self) -> bool:
-        """Leave the running jobs to `recover`, which counts a crash of each: one that no engine survives ends at last.
-        Return whether Redis has taken every write."""
-        self._stop_intake()
-        is_all_written = self._writer.close(_FLUSH_S, build_timeout_s=_BUILD_S)
-        self.leases.stop(deregisters=False)
+        self.leases.stop(deregisters=releases and is_all_written)  # else it would only wait for Redis again
         self._status_log.stop()
         return is_all_written
 

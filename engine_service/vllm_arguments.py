@@ -61,6 +61,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "limit_mm_per_prompt": ({},),
     "load_format": ("auto", "safetensors"),
     "logits_processors": ([],),
+    "logprobs_mode": ("raw_logprobs",),
     "runner": ("auto", "generate"),
     "skip_tokenizer_init": (False,),
     "task": ("auto", "generate"),
@@ -69,6 +70,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Arguments for what Millrace does not have, and the values that do not ask for it. None never does, also for arguments that
 are not named here, such as `quantization`, `code_revision` and `speculative_config`."""
+_REMEDIES = {"logprobs_mode": "log-probabilities are always those of the model's own logits"}
+"""By argument, where it is not "leave it out"."""
 
 
 def dtype_name(dtype: Any) -> Any:
@@ -91,7 +94,8 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
             rule, what_to_do = "is not an argument of LLM", remedy(name, (*EngineConfig.__struct_fields__, *_RENAMED))
             if name in _NEUTRAL:
-                rule, what_to_do = f"must be {' or '.join(map(repr, _NEUTRAL[name]))}", "leave it out"
+                rule = f"must be {' or '.join(map(repr, _NEUTRAL[name]))}"
+                what_to_do = _REMEDIES.get(name, "leave it out")
             raise ConfigurationError(f"{name}: {rule}, got {shown(value)}; {what_to_do}")
     return found
 

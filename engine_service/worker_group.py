@@ -70,7 +70,7 @@ class WorkerGroup:
         self._grow_after_s = GROW_AFTER_S
         self._grow_at_s = float("inf")
         self._checksums_by_sizes: dict[tuple[int, int], list[int]] = {}
-        """Checksums of the weights by rank, from the first start with these parallel sizes."""
+        """Checksums of the weights by rank, from the first start with these parallel sizes, or from `change_weights`."""
         self.scheduler: Scheduler  # from `start` on
         self.restart_reason: str | None = None
         """Set while the workers are replaced. Other threads may read it."""
@@ -121,6 +121,15 @@ class WorkerGroup:
     def count_good_step(self) -> None:
         """Note that the workers have computed a step."""
         self._num_fruitless_restarts = 0
+
+    def change_weights(self, directory: str) -> None:
+        """Let the workers sleep, and wake up with the weights in `directory`, which later ones have to load too. After an
+        error, restart the workers or let them sleep."""
+        self._checksums_by_sizes.clear()
+        self._executor.change_weights(directory)
+        self._executor.sleep(2)
+        self._executor.wake_up()
+        self._check_weights()
 
     @contextlib.contextmanager
     def _restarting(self, reason: str) -> Iterator[None]:
@@ -229,7 +238,7 @@ class WorkerGroup:
             self._executor.shutdown()
             raise EngineDead(
                 f"rank {changed[0]}: the weights are not what they were before the workers were replaced; restore the "
-                "model's files and restart the engine"
+                "model's files and restart the engine, or let LLM.reload_weights read other weights"
             )
 
     def _probe_machine(self) -> None:

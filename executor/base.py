@@ -18,25 +18,21 @@ from millrace.executor.wire.messages import WORKER_METHODS, Call, ModelFacts, St
 
 logger = logging.getLogger("millrace.executor")
 
-Outcome = TypeVar("Outcome", covariant=True)
+T = TypeVar("T", covariant=True)
 
 
-class Future(Protocol[Outcome]):
+class Future(Protocol[T]):
     """The outcome of one `execute_model` or `collective_rpc`, now or later."""
 
-    def result(self, timeout_s: float | None = None) -> Outcome:
-        """Wait for the outcome and return it. Raises `WorkerError`, `ExecutorTimeout` and `WorkerDied`."""
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
+    def result(self, timeout_s: float | None = None) -> T:
+        """Wait for the outcome and return it. Raises `WorkerError`, `ExecutorTimeout`, `WorkerDied` and `StepLost`."""
 
 
 StepFuture = Future[StepResult]
 
 
 class Executor(ABC):
-    """Runs step plans on workers. The thread that calls `start` calls every method. Any thread may read `stats` and the
-    properties.
+    """Runs step plans on workers. One thread at a time calls its methods. Any thread may read `stats` and the properties.
 
     Order of calls: `begin_start`, `start`, `determine_num_available_blocks`, `initialize_cache`, then any number of steps,
     calls, `sleep` and `wake_up`, then `shutdown`. After the loss of a worker every call raises `WorkerDied` until `restart`,
@@ -116,7 +112,7 @@ class Executor(ABC):
 
     @property
     def weights_checksums(self) -> list[int]:
-        """By rank, of the last start: see `ModelFacts.weights_checksum`."""
+        """By rank: see `ModelFacts.weights_checksum`."""
         return [facts.weights_checksum for facts in self._facts]
 
     @property
@@ -204,8 +200,8 @@ class Executor(ABC):
         logger.info("KV cache: %s; %s", size, "; ".join(ranks))
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV pool and its host tier on every rank, sizes in blocks. Call it once after `start`, not after
-        `restart`. Blocks while ranks allocate. After a `WorkerError` restart the workers."""
+        """Allocate the KV pool and its host tier on every rank, sizes in blocks. Call it once after `start`, and after
+        `restart` only if there was a `resize`. Blocks while ranks allocate. After a `WorkerError` restart the workers."""
         sizes = (num_device_blocks, num_host_blocks)
         self.swap_s = max(self.collective_rpc("initialize_cache", sizes, timeout_s=self._limits.pool_call_s))
         self._cache_size = sizes
@@ -222,15 +218,17 @@ class Executor(ABC):
 
     def sleep(self, level: int = 1) -> None:
         """Release the KV pool, all sequences, and the weights (1: kept in host memory, 2: dropped). No step or call may be
-        in flight. Blocks until every rank sleeps. Steps raise `Asleep` until `wake_up`.
+        in flight. Blocks until every rank sleeps. No step may be sent until `wake_up`, also where an interruption has come.
 
         Raises ValueError for another level. After any other error some ranks may sleep and others not: restart them.
         """
         if level not in (1, 2):
             raise ValueError(f"level: must be 1 or 2, got {level!r}")
         self._recorder.mark_idle()
-        self.collective_rpc("sleep", (level,), timeout_s=self._sleep_limit_s(self._limits.move_bytes_per_s))
-        self._sleep_state.sleep(level)
+        try:
+            self.collective_rpc("sleep", (level,), timeout_s=self._sleep_limit_s(self._limits.move_bytes_per_s))
+        finally:  # after an interruption too: `wake_up` takes back whatever has been released
+            self._sleep_state.sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Take back those of `tags`, or of `WAKE_TAGS`, that are released. Blocks meanwhile. At most
@@ -248,11 +246,22 @@ class Executor(ABC):
             num_at_a_time = self._config.max_parallel_loading_workers or self.world_size
             bytes_per_s = self._limits.read_bytes_per_s
         limit_s = self._sleep_limit_s(bytes_per_s)
+        call = Call(call_id=0, method="wake_up", args=[wanted, epoch, self._sleep_state.new_weights])
+        checksums: list[int] = []
         for first in range(0, self.world_size, num_at_a_time):
             ranks = range(self.world_size)[first : first + num_at_a_time]
-            self._call(Call(call_id=0, method="wake_up", args=[wanted, epoch]), ranks, None, limit_s).result()
+            checksums += self._call(call, ranks, None, limit_s).result()
+        self._facts = [
+            replace(facts, weights_checksum=checksum) for facts, checksum in zip(self._facts, checksums, strict=True)
+        ]
         self._epoch = epoch
         self._sleep_state.wake(wanted)
+
+    def change_weights(self, directory: str) -> None:
+        """Let the workers read other weights from `directory`, in the same dtype, in the next start or in `wake_up` after
+        `sleep(2)`, which has to follow."""
+        self._config = replace(self._config, weights=directory, dtype=self.facts.dtype)
+        self._sleep_state.new_weights = directory
 
     def _sleep_limit_s(self, bytes_per_s: float) -> float:
         """Return the time limit of a call that moves the weights of all ranks, and pins their host tiers, at this speed."""

@@ -40,8 +40,8 @@ class WorkerDied(ExecutorError):
         self.reason = reason
 
 
-class Asleep(ExecutorError):
-    """Raised when a step is sent to workers that sleep. Call `wake_up` first."""
+class StepLost(ExecutorError):
+    """Raised when an interruption has lost the result of a step. The worker goes on with the next step of depth 1."""
 
 
 class StartError(ExecutorError):

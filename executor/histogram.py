@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Self
 
 import msgspec
 
@@ -30,6 +29,3 @@ class Histogram(msgspec.Struct):
     def add(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
-
-    def copy(self) -> Self:
-        return type(self)(self.bounds, list(self.counts), self.total)

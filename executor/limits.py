@@ -27,7 +27,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes_per_s: float = 2.0**27
     """Least speed of reading weights from disk again, after level 2: that of a shared disk with nothing cached."""
     step_s: float = 300.0
-    """For a step without a limit of its own."""
+    """For the reply to a step. A stuck one ends before that, see the next fields."""
     stuck_s: float = 10.0
     """A step is stuck when it lasts longer than this and longer than `stuck_factor` times the usual step."""
     stuck_factor: float = 20.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -109,10 +110,4 @@ class Recorder(ExecutorMetrics, kw_only=True):
     def metrics(self, **facts: Any) -> ExecutorMetrics:
         """Return a copy of all metrics. `facts`: the fields that the executor knows itself."""
         recorded = [name for name in ExecutorMetrics.__struct_fields__ if name not in facts]
-        return ExecutorMetrics(**{name: _snapshot(getattr(self, name)) for name in recorded}, **facts)
-
-
-def _snapshot(value: Any) -> Any:
-    if isinstance(value, Histogram):
-        return value.copy()
-    return list(value) if isinstance(value, list) else value
+        return ExecutorMetrics(**{name: deepcopy(getattr(self, name)) for name in recorded}, **facts)

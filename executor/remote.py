@@ -18,6 +18,7 @@ from millrace.executor.launch.process import RankHandle, close_all, dump_all, ki
 from millrace.executor.watchdog import Watchdog
 from millrace.executor.wire.calls import CallTable, PendingCall
 from millrace.executor.wire.channel import Channel, free_port
+from millrace.executor.wire.failures import is_interruption
 from millrace.executor.wire.messages import (
     Beat,
     Call,
@@ -89,7 +90,7 @@ class RemoteExecutor(Executor):
             if isinstance(error, StartError) and self._handles:
                 self._recorder.num_failed_workers += 1
             self._discard_workers()
-            if isinstance(error, OSError | zmq.ZMQError):  # the system lacks processes, files or memory at the moment
+            if is_of_system(error):
                 raise StartError("spawn", 0, str(error), is_retryable=True) from error
             raise
         facts, rank, now_s = facts_by_rank[0], output_rank(self._config), time.monotonic()
@@ -152,8 +153,7 @@ class RemoteExecutor(Executor):
 
     def execute_model(self, plan: StepPlan) -> PendingCall:
         self.require_workers()
-        self._sleep_state.require_awake()
-        assert self._watchdog is not None
+        assert self._watchdog is not None and not self.is_asleep
         num_in_flight = self._calls.num_steps
         ranks = range(self.world_size)
         pending = self._calls.add(ranks, output_rank(self._config), self._limits.step_s, plan)
@@ -276,3 +276,8 @@ class RemoteExecutor(Executor):
         self._calls.fail_all(self._lost)
         if not self.is_asleep:  # workers that die asleep are not missed before `wake_up`
             self._lost_s = time.monotonic()
+
+
+def is_of_system(error: BaseException) -> bool:
+    """Whether the system lacks processes, files or memory at the moment. A `TimeoutError` of a signal handler is none."""
+    return isinstance(error, OSError | zmq.ZMQError) and not is_interruption(error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from millrace.executor.errors import Asleep
 from millrace.executor.rank.worker import WAKE_TAGS
 
 
 class SleepState:
     """Owns which of `WAKE_TAGS` the workers have released, and whether the weights have to be read from disk again."""
+
+    new_weights: str | None = None
+    """The directory of other weights that are read then; None: those of before."""
 
     def __init__(self) -> None:
         self._released: set[str] = set()
@@ -18,11 +20,6 @@ class SleepState:
     @property
     def is_asleep(self) -> bool:
         return bool(self._released)
-
-    def require_awake(self) -> None:
-        """Raise `Asleep` when something is released that a step needs."""
-        if self._released:
-            raise Asleep(f"the workers sleep without {' and '.join(sorted(self._released))}; call wake_up first")
 
     def released(self, tags: Iterable[str] | None) -> list[str]:
         """Return those of `tags`, or of all tags, that are released. Raises ValueError for unknown tags."""
@@ -41,4 +38,5 @@ class SleepState:
 
     def wake(self, tags: list[str]) -> None:
         self._released.difference_update(tags)
-        self._is_on_disk &= "weights" not in tags
+        if "weights" in tags:
+            self._is_on_disk, self.new_weights = False, None

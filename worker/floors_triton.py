@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.worker.parts_triton import INF, empty_parts, is_finite, load_part, merge_parts, temperature_of
+from millrace.worker.parts_triton import INF, LOG2_E, empty_parts, is_finite, load_part, merge_parts, temperature_of
 
 BLOCK = 256
 """Token ids whose largest logit is known before the search."""
@@ -25,8 +25,6 @@ KEPT = 8192
 """Logits that the program searches at once."""
 LARGEST_BOUNDED, SLACK = tl.constexpr(0.999), tl.constexpr(0.01)
 """The largest top_p for which a bound of the floor is used, and what makes up for the rounding of the bound and of sums."""
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def raise_floors(
@@ -69,7 +67,7 @@ def _reaches(x, peak, temperature, floor):
 
 @triton.jit
 def _mass(x, peak, temperature):
-    return tl.exp2((x - peak) * (_LOG2_E / temperature))
+    return tl.exp2((x - peak) * (LOG2_E / temperature))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from millrace.executor.wire.failures import is_interruption
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker import sampling_triton, tokens_triton
 from millrace.worker.attention.triton import CHUNK, TritonAttention
@@ -134,6 +135,8 @@ class StepGraphs:
             for rows in (greedy, drawn, replace(drawn, top_k=torch.ones_like(drawn.top_k))):
                 sampling_triton.sample(logits, rows)
         except Exception as error:  # a step that needs them reports it
+            if is_interruption(error):
+                raise
             logger.warning("the draws from float32 logits were not compiled: %.300s", error)
 
     def _next_likely(self) -> Kind | None:
@@ -216,7 +219,7 @@ class StepGraphs:
         try:
             graph = self._captured(kind, received)
         except Exception as error:  # the compiler's are no RuntimeErrors
-            if not self._is_alone:
+            if not self._is_alone or is_interruption(error):
                 raise
             pause = NO_MEMORY_PAUSE_STEPS if is_out_of_memory(error) else math.inf
             what = "decode steps" if kind.is_decode else "steps with prompts"

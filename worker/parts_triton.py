@@ -13,6 +13,7 @@ from torch import Tensor
 SMALLEST_TEMPERATURE = tl.constexpr(torch.finfo(torch.float32).tiny)
 NO_ID = tl.constexpr(2**31 - 1)
 INF = tl.constexpr(float("inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def empty_parts(num_rows: int, num_parts: int, device: torch.device) -> tuple[Tensor, Tensor]:

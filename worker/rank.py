@@ -181,16 +181,17 @@ class Rank:
         self._empty_cache()
         logger.info("asleep at level %d, weights: %s", level, self._model.location)
 
-    def wake_up(self, tags: list[str], epoch: int) -> None:
+    def wake_up(self, tags: list[str], epoch: int, new_weights: str | None = None) -> int:
         """See `Worker.wake_up`. Raises `WeightsChanged` when the weights are not those from before the sleep."""
         assert set(tags) <= set(WAKE_TAGS), f"tags {tags!r}"
         if "weights" in tags:
-            self._model.put_on_device()
+            self._model.put_on_device(new_weights)
         if "kv_cache" in tags and self._num_blocks is not None:
             self._pool = self._pool or self._model.make_pool(self._num_blocks, self._num_host_blocks)
             self._epoch = epoch
         if self.runner is None and self._pool is not None and self._model.location == "device":
             self.runner = self._make_runner(self._pool)
+        return self._model.facts.weights_checksum
 
     def stats(self) -> dict[str, Any]:
         on_gpu = self._device.type == "cuda"

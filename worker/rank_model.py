@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 from llguidance import LLTokenizer
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from millrace.executor.heap import release_freed_memory
 from millrace.executor.phases import timed
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.attention.interface import Attention
-from millrace.worker.attention.select import is_batch_invariant
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.device import choose_operations
 from millrace.worker.fusion.fuse import FusionRejected, fuse
@@ -82,7 +82,7 @@ class RankModel:
         operations = choose_operations(self.attention, self._dtype, self._device, batch_invariant=batch_invariant)
         if operations is not None:
             self._fuse(operations)
-        if batch_invariant and (self.decoder is None or not is_batch_invariant(self.attention)):
+        if batch_invariant and self.decoder is None:
             dtype = str(self._dtype).removeprefix("torch.")
             raise not_batch_invariant(f"{type(self.module).__name__} in {dtype}, attention {self.attention.name},")
         if self._device.type == "cpu":
@@ -108,16 +108,20 @@ class RankModel:
             self.module.to("cpu")  # type: ignore[arg-type]
             self.location = "host"
 
-    def put_on_device(self) -> None:
+    def put_on_device(self, new_weights: str | None = None) -> None:
         """Move the weights to the device, or read them again. Raises `WeightsChanged` when they are not those that
-        `take_off_device` took."""
+        `take_off_device` took. `new_weights`: the directory of others, which are read now and later; the dtype stays."""
+        if new_weights is not None:
+            self._config = replace(self._config, weights=new_weights, dtype=self.facts.dtype)
+            self.drop()
         if self.location == "device":
             return
         if self.location == "disk":
             self.load()
         self.module.to(self._device)  # type: ignore[arg-type]
         try:
-            check_unchanged(self.module, self._checksums)
+            if new_weights is None:
+                check_unchanged(self.module, self._checksums)
         except Exception:
             self.drop()
             raise

@@ -29,7 +29,6 @@ from millrace.worker.errors import PlanError, StepSkipped, is_out_of_memory
 from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import HostBatch, InputBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool, num_blocks_for
-from millrace.worker.linear.packed import RowMasks
 from millrace.worker.logprobs import ScoredTokens, head_logits
 from millrace.worker.rank_model import RankModel
 from millrace.worker.sampler import sample, without_failed
@@ -127,7 +126,7 @@ class Runner:
     ) -> None:
         """`samples`: whether this rank draws the tokens. `all_logits`: returns the logits of all ids, where this rank has
         those of a part. It must not refer to this object: the graphs keep it, and in a cycle the pool would outlive both."""
-        self._all_logits = all_logits
+        self._samples, self._all_logits = samples, all_logits
         self._model = model.module
         self._attention = model.attention
         self._pool = pool
@@ -250,9 +249,10 @@ class Runner:
         self, plan: StepPlan, on_host: HostBatch
     ) -> tuple[StepOutput | None, SampledRows | None, ScoredTokens | None]:
         """Run the rows of a step. Return what they yield, its rows, and its prompts; None if another rank samples."""
-        token_ids = self._draw_in_graph(on_host)
-        if token_ids is not None:
-            return StepOutput(token_ids), on_host.sampled, None
+        if self._graphs is not None and self._samples:
+            token_ids = self._graphs.draw(on_host, self._received)
+            if token_ids is not None:
+                return StepOutput(token_ids), on_host.sampled, None
         batch = self._sequences.send(on_host)
         output = self._sample(plan, batch)
         return (output, batch.sampled, batch.prompts) if output is not None else (None, None, None)
@@ -266,17 +266,13 @@ class Runner:
             return self._sample_from(self.compute_logits(batch), sampled)
         hidden, processors = self._run_decoder(decoder, batch), sampled.sampling.processors
         masks = processors.grammar_masks() if processors is not None else None
-        token_ids = self._draw_greedily(*decoder.argmax(hidden, RowMasks(*masks) if masks else None))
+        token_ids = self._draw_greedily(*decoder.argmax(hidden, masks))
         return StepOutput(self._sequences.record(sampled, token_ids))
 
     def _is_greedy(self, rows: SampledRows) -> bool:
         """Whether there are rows, and the largest logit of each is all that is needed of the head."""
         is_greedy = rows.sampling.is_plain_greedy or (self._masks_head and rows.sampling.is_masked_greedy)
         return is_greedy and rows.scored is None and bool(rows.seq_ids)
-
-    def _draw_in_graph(self, rows: HostBatch) -> Tensor | None:  # [M]
-        """Run the step and record a token for each row, if a graph can."""
-        return self._graphs.draw(rows, self._received) if self._graphs is not None else None
 
     def _run_decoder(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M or more, H]
         rows, received = batch.on_host, self._received
@@ -304,7 +300,8 @@ class Runner:
         return StepOutput(token_ids, records)
 
     def _draw_greedily(self, peaks: Tensor, token_ids: Tensor) -> Tensor:  # [M]
-        """Return the ids [M] of the largest logits [M]."""
+        """Return the ids [M] with the largest logits of all ranks. `peaks` [M]: the largest ones of this rank, whose ids are
+        `token_ids` [M]. NO_TOKEN where the largest one is NaN or infinite."""
         return without_failed(peaks, token_ids)
 
     def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:  # [M]

@@ -52,7 +52,7 @@ class SamplingRows:
         """Whether every row takes the largest logit of those that its grammar allows, or of all."""
         return self.processors is not None and self.processors.is_grammar_alone and not bool(self.temperatures.any())
 
-    def plain_greedy(self) -> Tensor:  # [M] bool, on the host
+    def plain_greedy_rows(self) -> Tensor:  # [M] bool, on the host
         """Return which rows take the largest of their logits as they are."""
         is_plain = self.temperatures == 0
         if self.processors is not None:

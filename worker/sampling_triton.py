@@ -21,9 +21,10 @@ from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker import floors_triton
-from millrace.worker.counter_rng import next_keys
+from millrace.worker.counter_rng import GOLDEN_GAMMA, LARGEST_UNIFORM, next_keys
 from millrace.worker.parts_triton import (
     INF,
+    LOG2_E,
     NO_ID,
     empty_parts,
     is_finite,
@@ -41,13 +42,13 @@ NUM_SLICES = 8
 """Of a part whose bounds do not tell the best id. Fewer take registers from all programs."""
 NUM_WARPS = 8
 
-_GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+_GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
-_LARGEST_UNIFORM = tl.constexpr(1 - 2**-24)
-LOG2_E, SLACK = 1.4426950408889634, 2**-13
-_LOG2_E, _SLACK = tl.constexpr(LOG2_E), tl.constexpr(SLACK)
-_SHRUNK_LOG2_E, _SHRUNK_UNIT = tl.constexpr((1 - SLACK) * LOG2_E), tl.constexpr((1 - SLACK) * 2**-31)
+_LARGEST_UNIFORM = tl.constexpr(LARGEST_UNIFORM)
+SLACK = 2**-13
+_SLACK = tl.constexpr(SLACK)
+_SHRUNK_LOG2_E, _SHRUNK_UNIT = tl.constexpr((1 - SLACK) * LOG2_E.value), tl.constexpr((1 - SLACK) * 2**-31)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
@@ -144,7 +145,7 @@ def _scores(x, peak, temperature, floor, key, ids):
 @triton.jit
 def _range_of(temperature, floor):
     """Return by what `_bounds` multiplies distances from the peak, and the largest product that may reach the floor."""
-    return tl.div_rn(_SHRUNK_LOG2_E, temperature), floor * -_LOG2_E + _SLACK
+    return tl.div_rn(_SHRUNK_LOG2_E, temperature), floor * -LOG2_E + _SLACK
 
 
 @triton.jit

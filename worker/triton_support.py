@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from millrace.executor.wire.failures import is_interruption
+
 logger = logging.getLogger("millrace.worker")
 
 LEAST_CAPABILITY = 80
@@ -28,6 +30,8 @@ def find_triton() -> bool:
             if target.backend == "cuda" and target.arch < LEAST_CAPABILITY:
                 raise RuntimeError(f"the GPU has compute capability {target.arch / 10}, the kernels need 8.0")
     except Exception as error:  # of Triton, the compiler or the file system
+        if is_interruption(error):
+            raise
         reason = " ".join(str(error).split()) or type(error).__name__
         logger.warning("Triton cannot be used, so the GPU's kernels are torch's, which are slower: %.300s", reason)
         return False

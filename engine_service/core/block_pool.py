@@ -44,7 +44,7 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockPool:
-    """Owns all KV blocks of one epoch. Block 0 is the null block, which nobody gets.
+    """Owns all KV blocks, in one epoch after the other: `reset_cache` empties it. Nobody gets block 0, the null block.
 
     Ask, then act: `can_allocate(n)`, then `allocate(n)`.
     """

@@ -25,7 +25,7 @@ class Swaps(msgspec.Struct, frozen=True):
 
 
 class HostTier:
-    """Owns the host blocks of one epoch, and the moves that the next plan has to make.
+    """Owns the host blocks, in one epoch after the other, and the moves that the next plan has to make.
 
     A worker makes the moves of a plan before it computes, first all out, then all in. So a block that the next plan moves
     is not given away before that plan.

@@ -21,6 +21,9 @@ from millrace.executor.wire.messages import NO_TOKEN, RowFailure, StepId, StepPl
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the scheduler. The engine reads `run_ahead`, and `WorkerGroup` reads `force_swap` and
+    `is_pool_automatic`."""
+
     max_num_seqs: int
     """Sequences in one step."""
     max_num_batched_tokens: int
@@ -307,7 +310,7 @@ class Scheduler:
         self._waiting.push(sequence, is_first=True)
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> Advance:
-        sequence.num_registered_columns = len(sequence.block_ids)
+        sequence.num_registered_columns = len(sequence.block_ids)  # `remove` caches none: they may hold what has failed
         self.remove(sequence)
         return Advance(sequence, None, failure)
 

@@ -47,36 +47,6 @@ class StepClock:
 class Sequence:
     """Owns the state of one sequence; everything else is derived from it."""
 
-    __slots__ = (
-        "seq_id",
-        "prompt_token_ids",
-        "output_token_ids",
-        "sampling",
-        "stop_rules",
-        "_num_computed",
-        "_last_step",
-        "clock",
-        "due_at",
-        "block_ids",
-        "block_hashes",
-        "hash_root",
-        "num_hit_columns",
-        "num_registered_columns",
-        "num_waiting_blocks",
-        "num_cached_tokens",
-        "crash_count",
-        "tenant",
-        "priority",
-        "num_passed_over",
-        "is_known_to_workers",
-        "is_watched",
-        "is_followed",
-        "has_ended",
-        "logprobs",
-        "prompt_logprobs",
-        "num_resumed",
-    )
-
     def __init__(
         self,
         seq_id: SeqId,

@@ -90,11 +90,6 @@ class WaitingQueue:
             self.remove(sequence)
             self.push(sequence)
 
-    def _push_ready(self, sequence: Sequence, *, is_first: bool = False) -> None:
-        self._ready[sequence.seq_id] = sequence
-        if is_first:
-            self._ready.move_to_end(sequence.seq_id, last=False)
-
     def choose(
         self, find_blocks: Callable[[Sequence, int], list[int]], is_in_flight: Callable[[Sequence], bool]
     ) -> tuple[Sequence, list[int]]:
@@ -124,6 +119,11 @@ class WaitingQueue:
             if num_free_blocks < 0:
                 return number
         return len(head)
+
+    def _push_ready(self, sequence: Sequence, *, is_first: bool = False) -> None:
+        self._ready[sequence.seq_id] = sequence
+        if is_first:
+            self._ready.move_to_end(sequence.seq_id, last=False)
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:
         """Blocks for the known tokens and one more."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TypeAlias
 
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
@@ -21,8 +21,6 @@ from millrace.executor.histogram import Histogram
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.results.counts import QueueStats
 from millrace.results.messages import TERMINAL_STATES
-
-Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | HistogramMetricFamily
 
 
 class MetricsCollector(Collector):
@@ -40,7 +38,7 @@ class MetricsCollector(Collector):
         self._service, self._leases = service, leases
         self._names = names
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Metric]:
         yield _gauge("healthy", "1 while /health answers 200, else 0.", self._health.unhealthy_reason() is None)
         if self._engine.is_started:
             metrics = self._engine.metrics()
@@ -60,7 +58,7 @@ class MetricsCollector(Collector):
             yield from _queue(stats, self._names["queue"])
 
 
-def _queue(stats: QueueStats, queue: str) -> Iterator[Family]:
+def _queue(stats: QueueStats, queue: str) -> Iterator[Metric]:
     """All engines of a queue report the same, as of their last heartbeat."""
     for name, meaning, value in (
         ("queue_inbox_jobs", "Entries of the inbox that no engine has accepted or rejected yet.", stats.inbox),
@@ -86,7 +84,7 @@ def _queue(stats: QueueStats, queue: str) -> Iterator[Family]:
     yield rejected
 
 
-def _jobs(metrics: JobMetrics) -> Iterator[Family]:
+def _jobs(metrics: JobMetrics) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         "millrace_jobs",
         "Jobs that left this engine: ended, given back to the queue (released), or lost to another engine. "
@@ -110,7 +108,7 @@ def _jobs(metrics: JobMetrics) -> Iterator[Family]:
         yield _histogram(name, meaning, of)
 
 
-def _engine(metrics: EngineMetrics) -> Iterator[Family]:
+def _engine(metrics: EngineMetrics) -> Iterator[Metric]:
     scheduler, executor = metrics.scheduler, metrics.executor
     yield _gauge("sleep_level", "0: awake, 1: asleep, weights in host memory, 2: without them.", metrics.sleep_level)
     yield _gauge("num_requests_running", "Sequences in the batch.", scheduler.num_running)
@@ -137,7 +135,7 @@ def _engine(metrics: EngineMetrics) -> Iterator[Family]:
     yield _gauge("step_budget_tokens", budget, metrics.token_budget)
 
 
-def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
+def _executor(metrics: ExecutorMetrics) -> Iterator[Metric]:
     yield _counter("generation_tokens", "Tokens sampled; its rate is the throughput.", metrics.num_tokens)
     yield _counter("executor_steps", "Steps sent to the workers.", metrics.num_steps)
     yield _counter("executor_requests", "Steps and calls sent to the workers.", metrics.num_requests)
@@ -155,7 +153,7 @@ def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _histogram("rpc_seconds", "Transfer of a step to the worker and back, without computation.", metrics.rpc_s)
 
 
-def _workers(metrics: ExecutorMetrics) -> Iterator[Family]:
+def _workers(metrics: ExecutorMetrics) -> Iterator[Metric]:
     yield _gauge("workers_active", "Workers that run.", metrics.num_active_workers)
     yield _gauge("ranks", "Ranks over which the model is divided now.", metrics.world_size)
     yield _gauge("ranks_wanted", "Ranks over which it should be divided.", metrics.wanted_world_size)

@@ -41,8 +41,8 @@ logger = logging.getLogger("millrace.engine")
 
 MAX_JOBS_PER_CLAIM = 128
 LARGE_BODY_BYTES = 4096
-"""A job with a larger body is admitted in the `prepare` thread, as one with a slow chat or a grammar that is not checked yet.
-128 bodies of this size take the claim thread up to 0.5 s."""
+"""A job with a larger body is admitted in the `prepare` thread, as one with a slow chat or a grammar to check. 128 bodies of
+this size take the claim thread up to 0.5 s."""
 _GATHER_S = 0.005
 """How long admitted jobs of one claim wait for the next ones, so that an idle engine's first step has many of them."""
 _BLOCK_S = 1.0

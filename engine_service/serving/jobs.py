@@ -36,29 +36,15 @@ class Candidate(msgspec.Struct, eq=False):
 class ServedJob:
     """Owns the candidates of one job. They run side by side, and the job ends with the last of them."""
 
-    __slots__ = (
-        "awaits_first_token",
-        "candidates",
-        "cost",
-        "due_s",
-        "first_token_s",
-        "is_alone",
-        "is_first_followed",
-        "job_id",
-        "lease",
-        "prompt_digest",
-        "saved_at_s",
-    )
-
     def __init__(
         self,
         claimed: ClaimedJob,
         generations: list[Generation],
-        due_s: float | None = None,
+        due_s: float,
         chat: ChatReader | None = None,
     ) -> None:
         """`generations`: one for each candidate of the record. `due_s`: since when it could run, in seconds since the epoch
-        by the clock of Redis; None: since its submission. `chat` reads the outputs; None: they are plain text."""
+        by the clock of Redis. `chat` reads the outputs; None: they are plain text."""
         self.job_id = claimed.job_id
         self.lease = claimed.lease
         self.cost = claimed.cost
@@ -83,13 +69,14 @@ class ServedJob:
         if claimed.is_watched or any(one.num_published for one in checkpoints):
             self.watch()
         self.saved_at_s = 0.0
-        self.due_s = claimed.created_ms / 1000 if due_s is None else due_s
+        self.due_s = due_s
         self.awaits_first_token = claimed.attempt <= 1 and not any(one.token_ids for one in checkpoints)
         """Whether no token of the job exists yet, also not of an earlier attempt."""
         self.first_token_s: float | None = None
         """When its first token came, by the monotonic clock."""
         first = generations[0].sequence
         self.is_first_followed = first.is_followed
+        """Whether the first candidate reports each token also after the first token of the job."""
         first.is_followed |= self.awaits_first_token
 
     @property
@@ -124,7 +111,7 @@ class ServedJob:
 
 
 class PendingJob(msgspec.Struct, eq=False):
-    """A large claimed job that is being parsed and tokenized beside the claims. Also the event that this begins."""
+    """A claimed job that is slow to prepare, which is done beside the claims. Also the event that this begins."""
 
     claimed: ClaimedJob
     is_withdrawn: bool = False
@@ -156,7 +143,7 @@ class Deferred(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The preparation of a large job is over."""
+    """The preparation of a slow job is over."""
 
     job: PendingJob
     outcome: Arrived | Refused | Deferred

@@ -66,7 +66,7 @@ class Service:
         self._on_sleep_change = on_sleep_change
         self._jobs = JobTable(capacity, on_over)
         self._events: queue.SimpleQueue[EngineEvent | None] = queue.SimpleQueue()
-        self._is_draining = self._is_drain_urgent = False
+        self._is_drain_urgent = False
         self._lost: list[JobId] = []
         """Jobs that other engines have taken, for the log."""
         self._num_unsaved_steps = 0
@@ -110,8 +110,7 @@ class Service:
 
         Signal handlers call it, so it takes no lock.
         """
-        self._is_drain_urgent = self._is_draining
-        self._is_draining = True
+        self._is_drain_urgent = self._engine.is_draining
         self._engine.begin_drain()
         self._events.put(None)  # wakes an idle loop
 
@@ -119,7 +118,7 @@ class Service:
 
     def serve(self) -> None:
         """Run the engine loop until `drain`."""
-        while not self._is_draining:
+        while not self._engine.is_draining:
             self._run_once()
 
     def finish_running(self, grace_s: float) -> None:
@@ -145,7 +144,7 @@ class Service:
 
     def release_all(self) -> None:
         """Give all jobs back to the queue with their output so far. Works after the engine has died, too."""
-        self._is_draining = True
+        self._engine.begin_drain()
         self._handle(self._drain_events(wait_s=None))
         self._release_pending()
         self._release(self._jobs.served.values())
@@ -219,7 +218,7 @@ class Service:
 
     def _process_events(self) -> None:
         """Handle the posted events. If there is nothing to compute, wait for an event and check the workers."""
-        is_idle = not self._engine.has_work and not self._is_draining
+        is_idle = not self._engine.has_work and not self._engine.is_draining
         self._handle(self._drain_events(_IDLE_S if is_idle else None))
         if self._lost:
             logger.warning("%d jobs belong to other engines now, such as %s", len(self._lost), self._lost[0])
@@ -259,7 +258,7 @@ class Service:
                     self._watch(job_id)
                 case Lost(job_id, lease):
                     self._drop_lost(job_id, lease)
-                case SetSleepLevel(level) if not self._is_draining:
+                case SetSleepLevel(level) if not self._engine.is_draining:
                     self._set_sleep_level(level)
                 case ResetCache(number) if number > self._reset_number:
                     self._reset_number = number
@@ -292,12 +291,12 @@ class Service:
 
         Waits while Redis is not reachable, since such a job runs alone. Returns False if the service drains before that.
         """
-        if self._is_draining:
+        if self._engine.is_draining:
             return False
         if not self._engine.has_work:
             self._engine.check_workers()  # before the begin: the job is not the cause of what happens in a restart
         self._output.begin(job)
-        while not self._is_draining:
+        while not self._engine.is_draining:
             if self._writer.flush(_FULL_WRITER_S):
                 return True
         return False

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import zmq
-
 from millrace.executor.launch.process import WorkerProcess, close_all, kill_all
-from millrace.executor.remote import RemoteExecutor
+from millrace.executor.remote import RemoteExecutor, is_of_system
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import WorkerConfig
 
@@ -45,11 +43,10 @@ class MultiprocExecutor(RemoteExecutor):
         self._devices = visible_devices(self.world_size)  # they may have been chosen meanwhile
         try:
             self._launch_all()
-        except (OSError, zmq.ZMQError):
+        except BaseException as error:
             self._discard_workers()
-        except BaseException:
-            self._discard_workers()
-            raise
+            if not is_of_system(error):
+                raise
 
     def _open_channel(self) -> Channel:
         return Channel(self._num_starts, self.world_size, self._recorder)

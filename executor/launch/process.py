@@ -174,9 +174,14 @@ class _Starter(threading.Thread):
         self._asked.put((start, started))
         try:
             return started.result()
-        except KeyboardInterrupt:  # nobody owns the process that begins now
-            started.add_done_callback(lambda done: done.result().kill())
+        except BaseException:  # if it is an interruption, nobody owns the process that begins now
+            started.add_done_callback(_kill_child)
             raise
+
+
+def _kill_child(started: Future[_Child]) -> None:
+    if started.exception() is None:
+        started.result().kill()
 
 
 @cache

@@ -37,9 +37,7 @@ def make_executor(
     log_level: str = "INFO",
 ) -> Executor:
     """Return the executor of `NAMES` called `name`, or with "auto" the one that fits. It is not started. Raises ValueError,
-    with the remedy, for an unknown name and for more ranks than devices."""
-    if name not in NAMES:
-        raise ValueError(f"executor: must be one of {', '.join(NAMES)}, got {name!r}")
+    with the remedy, for more ranks than devices, and for an executor that does not fit."""
     world_size = config.tensor_parallel_size * config.pipeline_parallel_size
     num_gpus = None if config.device == "cpu" else num_visible_gpus()
     if not is_service:

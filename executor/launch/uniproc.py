@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from millrace.executor.base import Executor
-from millrace.executor.errors import StartError, WorkerDied, WorkerError
+from millrace.executor.errors import StartError, StepLost, WorkerDied, WorkerError
 from millrace.executor.phases import timed
 from millrace.executor.rank.lost_device import keep_to_the_end
 from millrace.executor.rank.worker import Worker
 from millrace.executor.watchdog import Pace
-from millrace.executor.wire.failures import needs_traceback, to_failure
+from millrace.executor.wire.failures import is_interruption, needs_traceback, to_failure
 from millrace.executor.wire.messages import Call, Failure, ModelFacts, StepPlan, StepResult, WorkerConfig
 
 _SAMPLE_EVERY_S = 10.0
@@ -68,6 +68,7 @@ class UniprocExecutor(Executor):
             worker: Worker = create_worker(0, 1, self._epoch, self._config, "")
             facts = worker.start(enter)
         except Exception as error:
+            _raise_interruption(error, handled)
             self._recorder.num_failed_workers += 1
             failure = to_failure(error)
             logger.debug("traceback of the worker:\n%s", failure.traceback)
@@ -105,7 +106,9 @@ class UniprocExecutor(Executor):
             return
         try:
             worker.shutdown()
-        except Exception:
+        except Exception as error:
+            if is_interruption(error):
+                raise
             logger.exception("the shutdown of the worker failed")
 
     def _num_active_workers(self) -> int:
@@ -129,7 +132,7 @@ class UniprocExecutor(Executor):
 
     def execute_model(self, plan: StepPlan) -> _LaunchedStep:
         worker, began_s = self._require_worker(), time.monotonic()
-        self._sleep_state.require_awake()
+        assert not self.is_asleep
         self._recorder.num_requests += 1
         self._recorder.step_sent(began_s, 0, plan.depth - 1)
         if plan.depth == 1:
@@ -166,7 +169,9 @@ class UniprocExecutor(Executor):
         if time.monotonic() >= self._next_sample_s:
             try:
                 self._recorder.set_worker_stats([worker.stats()])
-            except Exception:  # keep the last sample; if the device is lost, a step or a health check fails
+            except Exception as error:  # keep the last sample; if the device is lost, a step or a health check fails
+                if is_interruption(error):
+                    raise
                 logger.exception("reading the worker's stats failed")
             self._next_sample_s = time.monotonic() + _SAMPLE_EVERY_S
 
@@ -198,6 +203,7 @@ class _FinishedCall:
         try:
             self.outcome = work()
         except Exception as error:
+            _raise_interruption(error, handled)
             failure = to_failure(error)
             if needs_traceback(failure):
                 logger.error("%s", failure.traceback.rstrip())
@@ -209,9 +215,6 @@ class _FinishedCall:
     @property
     def has_lost_device(self) -> bool:
         return self.error is not None and self.error.failure.cause == "device_lost"
-
-    def done(self) -> bool:
-        return True
 
     def result(self, timeout_s: float | None = None) -> Any:
         if self.error is not None:
@@ -236,13 +239,10 @@ class _LaunchedStep:
         self._on_done = on_done
         self._collected: _FinishedCall | None = None
 
-    def done(self) -> bool:
-        if self._launch.error is not None or self._collected is not None:
-            return True
-        return self._steps[0] is self and self._worker.is_result_ready()
-
     def result(self, timeout_s: float | None = None) -> StepResult:
         while self._collected is None:
+            if self not in self._steps:
+                raise StepLost("an interruption has lost the result of the step")
             self._steps.popleft()._collect()
         result: StepResult = self._collected.result()
         return result
@@ -262,6 +262,18 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
+
+
+def _raise_interruption(error: Exception, handled: BaseException | None) -> None:
+    """Raise what a signal handler has raised, if `error` is that or comes from it: nothing has failed, as with Ctrl-C.
+    `handled`: what the caller was handling before."""
+    causes: list[BaseException] = [error]
+    for cause in causes:
+        if is_interruption(cause):
+            raise cause
+        for earlier in (cause.__cause__, cause.__context__):
+            if earlier is not None and earlier is not handled and all(earlier is not known for known in causes):
+                causes.append(earlier)
 
 
 def _release(error: BaseException, failure: Failure, handled: BaseException | None) -> None:

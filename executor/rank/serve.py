@@ -7,8 +7,14 @@ Phase ->  ...       each phase as it begins; the first is "import"
 Ready ->            or StartFailed
       <- Step/Call  in order; two steps may be in work, a call waits for the steps before it
 Reply ->            one for each
+      <- Compile    a grammar, beside the steps
+Compiled ->         the last one that is compiled
 
-A heartbeat has a thread and a socket of its own.
+A heartbeat has a thread and a socket of its own:
+
+Beat ->             every second
+      <- DumpStacks
+Stacks ->           of every thread
 """
 
 from __future__ import annotations

@@ -66,8 +66,10 @@ class Worker(Protocol):
         """Drop the KV pool with its host tier, and all sequences. Level 1 keeps the weights in host memory, level 2 drops
         them too."""
 
-    def wake_up(self, tags: list[str], epoch: int) -> None:
-        """Take back those of `WAKE_TAGS` in `tags`. "kv_cache": an empty pool of the old size, for plans of `epoch`."""
+    def wake_up(self, tags: list[str], epoch: int, new_weights: str | None = None) -> int:
+        """Take back those of `WAKE_TAGS` in `tags`. "kv_cache": an empty pool of the old size, for plans of `epoch`.
+        `new_weights`: a directory with other weights of the model, which are read instead, and after later sleeps. Return
+        the checksum of the weights, see `ModelFacts.weights_checksum`."""
 
     def stats(self) -> dict[str, Any]:
         """Return values for logs and metrics. Cheap: also called every 10 s.

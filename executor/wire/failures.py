@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import traceback
+from types import FrameType
 from typing import Literal
 
 from millrace.executor.wire.messages import Failure
@@ -76,6 +78,20 @@ def to_failure(error: BaseException) -> Failure:
         is_retryable=cause != "error" or is_peer_lost,
         cause=cause,
     )
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether a Python signal handler has raised `error`. It is for the program, mostly a time limit of its own, and says
+    nothing about the code that it has interrupted."""
+    return any(_is_of_handler(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_of_handler(frame: FrameType) -> bool:
+    """Whether a function has its caller's frame as an argument. Python calls signal handlers in this way. It is not asked
+    which ones are installed, since a handler may have replaced itself."""
+    names, varargs, _, values = inspect.getargvalues(frame)
+    arguments = [*(values.get(name) for name in names), *values.get(varargs or "", ())]
+    return frame.f_back is not None and any(argument is frame.f_back for argument in arguments)
 
 
 def needs_traceback(failure: Failure) -> bool:

@@ -1,7 +1,7 @@
 """The messages between the engine and its workers: start-up, steps, calls and failures.
 
-This module imports the standard library and msgspec only, so both sides can import it. Each message is a frozen tagged
-Struct, encoded as msgpack by one encoder and decoded by one typed decoder per direction. Messages on a socket are
+This module imports the standard library, msgspec and `kv_layout` only, so both sides can import it. Each message is a frozen
+tagged Struct, encoded as msgpack by one encoder and decoded by one typed decoder per direction. Messages on a socket are
 `array_like`, which is small; new fields go last and have defaults.
 
 Index ranges of one row of a step, for a sequence whose prompt has 5 tokens and which has generated 3:
@@ -76,6 +76,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A local directory with the tokenizer's files, for grammars. None: that of the model."""
     eos_token_ids: list[int] = []
     """With one of them, an output that follows a grammar ends."""
+    weights: str | None = None
+    """A local directory with the safetensors files. None: that of the model."""
 
 
 def output_rank(config: WorkerConfig) -> int:
@@ -100,7 +102,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one block over the layers of a group on this rank, keys and values."""
     kv_layout: KVLayout
     weights_checksum: int = 0
-    """Checksum of a sample of the weights on this rank. Equal in every start with the same parallel sizes and files."""
+    """Checksum of the weights on this rank. Equal in every start with the same parallel sizes and files."""
     kv_cache_dtype: str = ""
     scores_prompts: bool = True
     """Whether the rank can compute log-probabilities of prompt tokens."""

@@ -12,6 +12,7 @@ import pytest
 from millrace import Client
 from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import LIMIT_S, ROOT, TINY, EngineProcess
+from tests.e2e.models import make_servable
 from tests.millrace.cli.command import python
 
 DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text()
@@ -105,6 +106,18 @@ def test_an_engine_that_is_stopped_while_it_imports_ends_with_0(
     assert engine.process.wait(LIMIT_S) == 0
     assert "Traceback" not in engine.text()
     assert "serves" not in engine.text()
+
+
+def test_an_engine_whose_model_changes_while_it_is_read_ends_and_may_be_started_again(
+    launch: StartEngine, tmp_path: Path
+) -> None:
+    """Its fingerprint could be that of other weights than the workers have."""
+    model, other = make_servable("llama", tmp_path / "model"), make_servable("llama", tmp_path / "other", seed=1)
+    engine = launch(model=model).wait_for_log("start: tokenizer")  # the workers import torch
+    os.replace(other / "model.safetensors", model / "model.safetensors")
+    assert engine.process.wait(LIMIT_S) == 6
+    assert engine.text().splitlines()[-1].startswith("millrace serve: model: the files in ")
+    assert launch(model=model).wait_until_serving().terminate() == 0
 
 
 def test_every_status_is_in_the_help_and_in_the_readme() -> None:

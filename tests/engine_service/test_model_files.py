@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from millrace.engine_service.errors import ConfigurationError
-from millrace.engine_service.model_files import check_parallel_sizes, eos_token_ids
+from millrace.engine_service.model_files import check_parallel_sizes, eos_token_ids, fingerprint
+from tests.e2e.models import make_servable
 
 
 @pytest.mark.parametrize("value", [2.5, "</s>", {"a": 1}, [1, None]])
@@ -36,3 +40,73 @@ def test_a_configuration_of_endless_depth_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigurationError, match=r"^model: .*config.json can't be read"):
         check_parallel_sizes(tmp_path, 1, 1)
+
+
+# --- the fingerprint ---
+
+
+@pytest.fixture
+def servable(tmp_path: Path) -> Path:
+    """A model whose larger tensors have several sampled places."""
+    return make_servable("llama", tmp_path, hidden_size=128, intermediate_size=512)
+
+
+def test_a_change_of_any_weight_matrix_has_another_fingerprint(servable: Path) -> None:
+    """As a merged LoRA adapter changes them: only those of attention, or of one layer."""
+    file = servable / "model.safetensors"
+    tensors = load_file(file)
+    seen = {fingerprint(servable, servable, None)}
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor * 1.01}, file, metadata={"format": "pt"})
+        seen.add(fingerprint(servable, servable, None))
+    assert len(seen) == 1 + len(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert fingerprint(servable, servable, None) in seen
+
+
+def test_a_small_tensor_counts_as_a_whole(tmp_path: Path) -> None:
+    weight = torch.zeros(4 * 4096 // 2, dtype=torch.bfloat16)
+    seen = set()
+    for number in range(0, len(weight), 61):
+        save_file({"norm": weight.index_fill(0, torch.tensor(number), 1)}, tmp_path / "model.safetensors")
+        seen.add(fingerprint(tmp_path, tmp_path, None))
+    assert len(seen) == len(range(0, len(weight), 61))
+
+
+def test_texts_have_another_fingerprint_and_places_do_not(servable: Path, tmp_path: Path) -> None:
+    before = fingerprint(servable, servable, None)
+    copied = tmp_path / "copied"
+    shutil.copytree(servable, copied)
+    assert fingerprint(copied, servable, None) == before
+    template = tmp_path / "template"
+    template.write_text("{{ messages }}")
+    assert fingerprint(servable, servable, str(template)) != before
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        (copied / name).write_bytes((copied / name).read_bytes() + b" ")
+        assert fingerprint(copied, copied, None) != before
+        shutil.copy(servable / name, copied / name)
+    assert fingerprint(copied, copied, None) == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        b"\xff" * 7 + b"\x7f{}",
+        b"version https://git-lfs.github.com/spec/v1",
+        (2).to_bytes(8, "little") + b"[]",
+        (100).to_bytes(8, "little") + b"[" * 100_000,
+        (9).to_bytes(8, "little") + b'{"a": []}',
+        (28).to_bytes(8, "little") + b'{"a": {"data_offsets": [1]}}',
+        (36).to_bytes(8, "little") + b'{"a": {"data_offsets": ["x", null]}}',
+        (34).to_bytes(8, "little") + b'{"a": {"data_offsets": [-99, -90]}}'[:34],
+        (40).to_bytes(8, "little") + b'{"a": {"data_offsets": [0, 1%s]}}' % (b"0" * 9),
+    ],
+    ids=lambda content: content[:40].hex(),
+)
+def test_a_damaged_file_is_left_to_the_worker(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / "other.safetensors").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "third.safetensors").mkdir()
+    assert len(fingerprint(tmp_path, tmp_path, None)) == 32

@@ -10,6 +10,7 @@ import math
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from array import array
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -27,11 +29,14 @@ import numpy as np
 import pytest
 import torch
 from tqdm import tqdm
+from transformers import AutoConfig
 
-from millrace import LLM, EngineArgs, GenerationFailed, StructuredOutputs, TextPrompt, TokensPrompt
+from millrace import LLM, Asleep, EngineArgs, GenerationFailed, StructuredOutputs, TextPrompt, TokensPrompt
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.producer import InvalidRequest, SamplingParams
+from millrace.worker.loading import probe
+from millrace.worker.runner import Runner
 from tests.e2e.engines import LIMIT_S, TINY
 from tests.processes import ROOT, children_of, wait_until
 
@@ -189,6 +194,8 @@ def test_a_method_of_vllm_that_is_missing_is_named(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"^LLM\.generat does not exist$"):
         llm.generat("x")
     assert not hasattr(llm, "score")
+    with pytest.raises(AttributeError, match=r"LLM\.collective_rpc of vLLM does not exist; LLM\.reload_weights reads "):
+        llm.collective_rpc("reload_weights")
     for name in ("llm_engine", "model_config"):
         with pytest.raises(AttributeError, match=rf"^LLM\.{name} of vLLM does not exist; LLM\.max_model_len is the "):
             getattr(llm, name)
@@ -451,6 +458,8 @@ def test_an_unknown_argument_is_answered_with_the_similar_one() -> None:
         LLM(TINY, max_modle_len=5)
     with pytest.raises(ConfigurationError, match=r"^quantization: .*, got 'awq'; leave it out$"):
         LLM(TINY, quantization="awq")
+    with pytest.raises(ConfigurationError, match=r"^logprobs_mode: must be 'raw_logprobs', .* the model's own logits$"):
+        LLM(TINY, logprobs_mode="processed_logprobs")
 
 
 def test_arguments_of_vllm_that_change_nothing_are_taken() -> None:
@@ -459,6 +468,7 @@ def test_arguments_of_vllm_that_change_nothing_are_taken() -> None:
         "swap_space": 0,
         "disable_log_stats": True,
         "quantization": None,
+        "logprobs_mode": "raw_logprobs",
         "enable_chunked_prefill": True,
         "distributed_executor_backend": "uni",
         "num_gpu_blocks_override": 64,
@@ -658,6 +668,116 @@ def test_an_error_that_somebody_keeps_does_not_keep_the_llm(how: str) -> None:
     del llm
     assert kept is not None and kept.__traceback__ is not None
     assert reference() is None
+
+
+class _TooLong(Exception):
+    """Of a program's own time limit."""
+
+
+@contextlib.contextmanager
+def _handler(number: signal.Signals, error: type[BaseException]) -> Iterator[None]:
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """It counts computing: pytest uses the other timer for its own limit."""
+    with _handler(signal.SIGVTALRM, _TooLong):
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _greedy_ids(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    return [output.outputs[0].token_ids for output in llm.generate(["3 + 4 =", "A story"], params, use_tqdm=False)]
+
+
+def _assert_undisturbed(llm: LLM, expected: list[list[int]]) -> None:
+    assert _greedy_ids(llm) == expected
+    executor = llm.metrics().executor
+    assert (executor.num_restarts, executor.num_failed_workers, executor.num_failed) == (0, 0, 0)
+
+
+def test_a_time_limit_of_the_program_ends_a_call_and_is_no_failure_of_the_worker_in_its_process() -> None:
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64) as llm:
+        expected = _greedy_ids(llm)
+        long = SamplingParams(max_tokens=100, ignore_eos=True)
+        for seconds in (0.01, 0.03, 0.1, 0.2):
+            with pytest.raises(_TooLong), _time_limit(seconds):
+                llm.generate(["A story"] * 400, long, use_tqdm=False)
+            _assert_undisturbed(llm, expected)
+        for level in (1, 2):
+            for seconds in (0.001, 0.005, 0.01, 0.02):
+                with contextlib.suppress(_TooLong), _time_limit(seconds):
+                    llm.sleep(level)
+                with contextlib.suppress(_TooLong), _time_limit(seconds):
+                    llm.wake_up()
+                llm.wake_up()
+                _assert_undisturbed(llm, expected)
+
+
+def _alarm(*_: Any, **__: Any) -> Any:
+    signal.raise_signal(signal.SIGUSR2)
+
+
+@pytest.mark.parametrize(("where", "name"), [(AutoConfig, "from_pretrained"), (probe, "head_logits")])
+def test_a_model_is_not_blamed_for_what_interrupts_its_loading(
+    where: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64) as llm:
+        expected = _greedy_ids(llm)
+        llm.sleep(2)
+        with monkeypatch.context() as patch, _handler(signal.SIGUSR2, _TooLong):
+            patch.setattr(where, name, _alarm)
+            with pytest.raises(_TooLong):
+                llm.wake_up()
+        llm.wake_up()
+        _assert_undisturbed(llm, expected)
+
+
+def test_a_sleep_that_is_interrupted_ends_with_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64) as llm:
+        expected = _greedy_ids(llm)
+        with monkeypatch.context() as patch, _handler(signal.SIGUSR2, _TooLong):
+            patch.setattr("millrace.worker.rank_model.RankModel.take_off_device", _alarm)
+            with pytest.raises(_TooLong):
+                llm.sleep()
+        with pytest.raises(Asleep):
+            _greedy_ids(llm)
+        llm.wake_up()
+        _assert_undisturbed(llm, expected)
+
+
+@pytest.mark.parametrize("error", [_TooLong, KeyboardInterrupt])
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True], ids=["before", "behind"])
+def test_an_interruption_while_a_result_is_collected_costs_no_later_step(
+    *, error: type[BaseException], run_ahead: bool, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect = Runner.collect
+
+    def interrupted(runner: Runner) -> Any:
+        result = collect(runner) if is_lost else None
+        _alarm()
+        return result
+
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64, run_ahead=run_ahead) as llm:
+        expected = _greedy_ids(llm)
+        with monkeypatch.context() as patch, _handler(signal.SIGUSR2, error):
+            patch.setattr(Runner, "collect", interrupted)
+            with pytest.raises(error):
+                _greedy_ids(llm)
+        _assert_undisturbed(llm, expected)
 
 
 class _Table:

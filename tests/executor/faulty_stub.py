@@ -82,11 +82,12 @@ class FaultyStub(StubWorker):
             self._grammars = tuple(others)
         return self._last_compiled
 
-    def wake_up(self, tags: list[str], epoch: int) -> None:
+    def wake_up(self, tags: list[str], epoch: int, new_weights: str | None = None) -> int:
         is_reading = self._is_on_disk and "weights" in tags
-        super().wake_up(tags, epoch)
+        super().wake_up(tags, epoch, new_weights)
         if is_reading:
             self._count_loading()
+        return self._read_weights()
 
     def fault_at(self, place: str, when: object = True) -> None:
         for action in _ACTIONS if place == "step" else (*_ACTIONS, "oom"):

@@ -278,11 +278,12 @@ class StubWorker:
         self._decodes.clear()
         self._is_on_disk |= level == 2
 
-    def wake_up(self, tags: list[str], epoch: int) -> None:
+    def wake_up(self, tags: list[str], epoch: int, new_weights: str | None = None) -> int:
         self.fault_at("wake-up")
         self._epoch = epoch
         self._forget_blocks()
         self._is_on_disk &= "weights" not in tags
+        return 0
 
     def shutdown(self) -> None:
         self.fault_at("shutdown")

@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers.utils import logging
 
+collect_ignore = ["interpreted"]
+"""Its conftest changes Triton: `test_interpreted.py` runs it in processes of their own."""
+
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.worker.attention.select import is_batch_invariant
+from millrace.worker.attention.reference import ReferenceAttention
 from millrace.worker.errors import ConfigError
 from millrace.worker.fusion.device import choose_operations
 from millrace.worker.kernels.library import find_kernels
@@ -80,12 +80,17 @@ def test_a_model_that_is_not_recognised_is_refused(tmp_path: Path) -> None:
 def test_a_module_of_transformers_is_refused(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     attention = start_worker(tmp_path)._model.attention
-    assert is_batch_invariant(attention)
     for device in ("cpu", "cuda"):
         operations = choose_operations(attention, torch.float32, torch.device(device), batch_invariant=True)
         assert operations is not None
         with pytest.raises(ConfigError, match=r"^batch_invariant: Linear"):
             operations.prepare_module(nn.Linear(2, 2))
+
+
+def test_the_reference_on_a_gpu_has_no_such_operations() -> None:
+    """It serves GPUs on which Triton does not run, so nothing may import Triton before the model is refused."""
+    attention = ReferenceAttention()
+    assert choose_operations(attention, torch.float32, torch.device("cuda"), batch_invariant=True) is None
 
 
 @no_kernels

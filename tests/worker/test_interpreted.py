@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).parent / "interpreted").glob("*_triton.py"))
+FOLDER = Path(__file__).parent
+FILES = [*sorted((FOLDER / "interpreted").glob("*_triton.py")), FOLDER / "kernels" / "test_rows_triton.py"]
 
 
 @pytest.mark.parametrize("what", ["kernels", "graphs"])

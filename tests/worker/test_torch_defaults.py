@@ -59,15 +59,17 @@ def generated(path: Path, grammar: str, attention: str) -> list[list[object]]:
     ]
 
 
-def print_generated(plain: str) -> None:
-    """Print what the example model generates, and a model whose forward pass is that of transformers."""
+def generated_by_both(plain: Path) -> list[list[list[object]]]:
+    """Return what the example model generates, and a model whose forward pass is that of transformers."""
     grammar = LLMatcher.grammar_from_regex("[0-9]{20}")
-    print(json.dumps([generated(TINY_MODEL, grammar, "auto"), generated(Path(plain), "", "reference")]))
+    return [generated(TINY_MODEL, grammar, "auto"), generated(plain, "", "reference")]
 
 
-def printed(path: Path, defaults: str) -> list[list[list[object]]]:
-    """Return what a process prints that executes `defaults` before anything else."""
-    code = f"import torch; {defaults}\nfrom tests.worker.test_torch_defaults import *\nprint_generated({str(path)!r})"
+def generated_with(defaults: str, path: Path) -> list[list[list[object]]]:
+    """Return what a process generates that executes `defaults` before anything else."""
+    code = f"""import torch; {defaults}
+from tests.worker.test_torch_defaults import *
+print(json.dumps(generated_by_both(Path({str(path)!r}))))"""
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     result: list[list[list[object]]] = json.loads(ran.stdout.splitlines()[-1])
@@ -83,7 +85,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(gpt2: Path) -> list[list[list[object]]]:
-    return printed(gpt2, "")
+    return generated_by_both(gpt2)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -92,7 +94,7 @@ def test_the_defaults_of_the_program_change_no_token(
 ) -> None:
     """On the device "meta" tensors have no values, so that a worker fails that makes one there."""
     assert all(tokens and failure is None for model in expected for tokens, failure, *_ in model)
-    found = printed(gpt2, f"torch.set_default_dtype(torch.{dtype}); torch.set_default_device('meta')")
+    found = generated_with(f"torch.set_default_dtype(torch.{dtype}); torch.set_default_device('meta')", gpt2)
     assert found == expected
 
 

@@ -238,8 +238,8 @@ def test_layers_compile_for_a_gpu(
     for num_rows in (1, 3, 16):
         inputs, outputs = torch.zeros(num_rows, size, dtype=dtype), torch.zeros(num_rows, 2 * size, dtype=dtype)
         TritonLinear(torch.zeros(2 * size, size, dtype=dtype), torch.zeros(2 * size, dtype=dtype)).into(inputs, outputs)
-        rows_triton.rms_norm(inputs, torch.ones(size), 1e-6, inputs, adds=True)
-        rows_triton.gated_activation(outputs, inputs, "silu")
+        rows_triton.rms_norm(torch.ones(size), 1e-6, inputs, inputs, adds=True)
+        rows_triton.gated_activation("silu", outputs, inputs)
         how: dict[str, Any] = {"scaling": 0.1, "sliding_window": None, "softcap": None}
         batch = make_batch([(num_rows, num_rows)], 16, 9, seed=1)
         TritonAttention().forward_projected(inputs, tables, norms, 1e-6, 4, layer, **how, batch=batch)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.input_batch import StepBatch
-from millrace.worker.kernels.library import DTYPES, AttentionCall, AttentionRows, Kernels
+from millrace.worker.kernels.library import KERNEL_DTYPES, AttentionCall, AttentionRows, Kernels
 from millrace.worker.kv_pool import LayerCache
 
 
 class StepRows:
     """Owns the arguments of a step that its layers share: the rows and their block tables."""
 
-    def __init__(self, batch: StepBatch) -> None:
+    def __init__(self, kernels: Kernels, batch: StepBatch) -> None:
         self.longest = max(batch.kv_lens)
         # The library does not check its arguments: a table that is too short would be read past its end.
         assert self.longest <= batch.block_tables.shape[2] * batch.block_size, (
@@ -32,8 +32,8 @@ class StepRows:
         query_starts = torch.tensor(batch.query_starts, dtype=torch.int32, device="cpu")
         kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device="cpu")
         block_tables = batch.block_tables.to(torch.int32).contiguous()
-        self._block_size = batch.block_size
-        self._tensors = [query_starts, kv_lens, block_tables]  # they have to outlive the calls
+        order, common = torch.empty(2, len(block_tables), batch.num_rows, dtype=torch.int32, device="cpu").unbind()
+        self._tensors = [query_starts, kv_lens, block_tables, order, common]  # they have to outlive the calls
         self._rows = [
             AttentionRows(
                 query_starts=query_starts.data_ptr(),
@@ -45,23 +45,17 @@ class StepRows:
             )
             for tables in block_tables
         ]
-        self._addresses = [0] * len(self._rows)
-
-    def address(self, kernels: Kernels, group: int) -> int:
-        """Return the address of the rows with the tables of a group of layers. The first call sorts them."""
-        if not self._addresses[group]:
-            order, common = torch.empty(2, self._rows[group].num_rows, dtype=torch.int32, device="cpu").unbind()
-            self._tensors += [order, common]
-            kernels.order_rows(self._rows[group], self._block_size, order, common)
-            self._addresses[group] = ctypes.addressof(self._rows[group])
-        return self._addresses[group]
+        for group, rows in enumerate(self._rows):
+            kernels.order_rows(rows, batch.block_size, order[group], common[group])
+        self.addresses = [ctypes.addressof(rows) for rows in self._rows]
+        """Of the rows with the tables of each group of layers."""
 
 
-def step_rows(batch: StepBatch) -> StepRows:
+def step_rows(kernels: Kernels, batch: StepBatch) -> StepRows:
     """Return what all layers of a step have in common. The first one computes it."""
     rows: StepRows | None = batch.derived.get(StepRows)
     if rows is None:
-        batch.derived[StepRows] = rows = StepRows(batch)
+        batch.derived[StepRows] = rows = StepRows(kernels, batch)
     return rows
 
 
@@ -95,7 +89,7 @@ class LayerAttention:
         self._num_positions = sys.maxsize
         self._call = call = AttentionCall(scaling=scaling, softcap=softcap or 0.0, norm_eps=norm_eps)
         call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim = num_heads, num_kv_heads, key_dim, value_dim
-        call.dtype, call.pool_dtype = DTYPES[dtype], DTYPES[layer.keys.dtype]
+        call.dtype, call.pool_dtype = KERNEL_DTYPES[dtype], KERNEL_DTYPES[layer.keys.dtype]
         call.block_size, call.window = block_size, sliding_window or 0
         call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
         self._tensors = [layer.keys, layer.values]  # they have to outlive the calls
@@ -112,7 +106,7 @@ class LayerAttention:
         assert rows.longest <= self._num_positions, f"the rotation tables end before position {rows.longest - 1}"
         assert qkv.stride(0) == self.width, qkv.shape
         call = self._call
-        call.rows, call.qkv, call.output = rows.address(self._kernels, self._group), qkv.data_ptr(), output.data_ptr()
+        call.rows, call.qkv, call.output = rows.addresses[self._group], qkv.data_ptr(), output.data_ptr()
         self._kernels.attend(call)
 
     def _keep(self, tensor: Tensor, shape: tuple[int, ...]) -> int:
@@ -123,7 +117,8 @@ class LayerAttention:
 
 
 class CompiledAttention:
-    """Computes decodes and chunks in one call per layer, which also writes the keys and values."""
+    """Computes decodes and chunks in one call per layer, which also writes the keys and values. The fused forward pass calls
+    `LayerAttention` itself."""
 
     name = "cpu"
 
@@ -143,11 +138,11 @@ class CompiledAttention:
         batch: StepBatch,
     ) -> Tensor:  # [T, Hq, Dv]
         dtype, pool_dtype = query.dtype, layer.keys.dtype
-        if dtype not in DTYPES or pool_dtype not in DTYPES or not (key.dtype == value.dtype == dtype):
+        if dtype not in KERNEL_DTYPES or pool_dtype not in KERNEL_DTYPES or not (key.dtype == value.dtype == dtype):
             return self._torch_path.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
         num_heads, num_tokens, _ = query.shape
         qkv = torch.cat([each.transpose(0, 1).reshape(num_tokens, -1) for each in (query, key, value)], dim=1)
         output = query.new_empty(num_tokens, num_heads, value.shape[-1])
         attention = LayerAttention(self.kernels, layer, num_heads, dtype, scaling, sliding_window, softcap)
-        attention.run(qkv, output, step_rows(batch))
+        attention.run(qkv, output, step_rows(self.kernels, batch))
         return output

@@ -1,4 +1,4 @@
-"""Attention for CPUs in torch, for installations without the compiled kernels.
+"""Attention for CPUs in torch, for installations without the compiled kernels and for float16.
 
 Decode rows of similar lengths are one call of torch's fused attention, another row is one. What a call gathers is limited in
 size, so that it fits into the CPU's cache. Large buffers would also be mapped and page-faulted at each use, which cost five

@@ -28,7 +28,7 @@ def choose_attention(
     name: str, device: torch.device, kv_cache_dtype: str = "auto", *, batch_invariant: bool = False
 ) -> Attention:
     """Return the implementation `name`; "auto" is the fastest one for the device. Raises `ConfigError` when it does
-    not run there, or not with such a KV pool. Not all are batch-invariant: see `is_batch_invariant`."""
+    not run there, or not with such a KV pool. Not all are batch-invariant: see `choose_operations`."""
     if name == "auto":
         name = "cpu" if device.type == "cpu" else "triton" if find_triton() else "reference"
     attention = _find_attention(name, device, batch_invariant)
@@ -51,11 +51,6 @@ def attention_for(attention: Attention, specs: Iterable[LayerSpec]) -> Attention
         "attention uses the slow reference implementation: the Triton kernel has no heads of %d elements", size
     )
     return ReferenceAttention()
-
-
-def is_batch_invariant(attention: Attention) -> bool:
-    """Whether the result of a token can have the same bits whatever else a step computes."""
-    return isinstance(attention, CompiledAttention) or attention.name == "triton"
 
 
 def _find_attention(name: str, device: torch.device, batch_invariant: bool) -> Attention:

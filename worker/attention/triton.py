@@ -1,8 +1,10 @@
-"""Attention in Triton, straight from the pool: four launches per layer, however many rows a step has, and one per step.
+"""Attention in Triton, straight from the pool: four launches per layer, however many rows a step has, and one per step and
+sliding window.
 
-A decode row is cut into chunks of CHUNK positions, which are merged in order. Other rows are cut into tiles of tokens. The
-cuts depend on the row alone, so the result of a row does not depend on the other rows of its step. A program computes all
-query heads of one key head, so it reads the keys and values once for them.
+A decode row is cut into chunks of CHUNK positions, which are merged in order. A chunk here is a part of a decode row's keys,
+not of a prompt; the compiled kernels call it a span. Other rows are cut into tiles of tokens. The cuts depend on the row
+alone, so the result of a row does not depend on the other rows of its step. A program computes all query heads of one key
+head, so it reads the keys and values once for them.
 
 Shapes: T tokens of the step, B decode rows, M tiles of the other rows, P chunks of all decode rows or space for more, Hq
 query heads, Hkv key and value heads, D size of a key head, Dv size of a value head.

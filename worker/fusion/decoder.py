@@ -123,7 +123,7 @@ class FusedDecoder:
         if self._weights.norm is None:
             return hidden
         normed = workspace.rows("normed", *hidden.shape)
-        self._weights.norm.into(hidden, normed)
+        self._weights.norm(hidden, normed)
         return normed
 
     def received(self, num_tokens: int) -> Tensor:  # [T, H]
@@ -184,6 +184,6 @@ class FusedDecoder:
         if divided is not None:
             outputs = divided.join(outputs)
         if norm is not None:
-            norm.into(outputs, hidden, adds=True)
+            norm(outputs, hidden, adds=True)
         else:
             hidden += outputs

@@ -16,12 +16,19 @@ from torch import Tensor, nn
 
 from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.interface import Attention
-from millrace.worker.fusion.operations import CompiledOperations, Operations, RunFewRows, not_batch_invariant
+from millrace.worker.fusion.operations import (
+    ActivationOperation,
+    CompiledOperations,
+    NormOperation,
+    Operations,
+    RunFewRows,
+    not_batch_invariant,
+)
 from millrace.worker.fusion.structure import AttentionParts, Norm
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels import rows_torch
-from millrace.worker.kernels.library import DTYPES
+from millrace.worker.kernels.library import KERNEL_DTYPES
 from millrace.worker.kv_pool import LayerCache
 from millrace.worker.linear.modules import merge_modules
 from millrace.worker.linear.packed import PackedLinear
@@ -31,17 +38,20 @@ from millrace.worker.triton_support import find_triton
 def choose_operations(
     attention: Attention, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
 ) -> Operations | None:
-    """Return the fastest operations of the device, or None if the model's modules serve better or are asked for."""
+    """Return the fastest operations of the device, or None if the model's modules serve better, or if the attention is not
+    batch-invariant and has to be."""
     if device.type == "cuda":
-        return DeviceOperations(attention, dtype, device, find_row_kernels(device), batch_invariant=batch_invariant)
-    if isinstance(attention, CompiledAttention) and dtype in DTYPES:
+        if batch_invariant and attention.name == "reference":
+            return None
+        return DeviceOperations(attention, dtype, device, find_row_kernels(), batch_invariant=batch_invariant)
+    if isinstance(attention, CompiledAttention) and dtype in KERNEL_DTYPES:
         return CompiledOperations(attention.kernels, dtype, batch_invariant=batch_invariant)
     return None
 
 
-def find_row_kernels(device: torch.device) -> ModuleType:
+def find_row_kernels() -> ModuleType:
     """Return Triton's norms and activations where they run, else torch's. `rows_torch` describes them."""
-    if device.type != "cuda" or not find_triton():
+    if not find_triton():
         return rows_torch
     from millrace.worker.kernels import rows_triton
 
@@ -89,11 +99,11 @@ class DeviceOperations:
     ) -> tuple[PackedLinear, nn.Module | None]:
         return self.linear([module]), embedding
 
-    def norm(self, norm: Norm) -> DeviceNorm:
-        return DeviceNorm(self._keep(norm.weights), norm.epsilon, self._rows)
+    def norm(self, norm: Norm) -> NormOperation:
+        return partial(self._rows.rms_norm, self._keep(norm.weights), norm.epsilon)
 
-    def activation(self, name: str, size: int) -> DeviceActivation:
-        return DeviceActivation(name, self._rows)
+    def activation(self, name: str, size: int) -> ActivationOperation:
+        return partial(self._rows.gated_activation, name)
 
     def attention(self, parts: AttentionParts, layer: LayerCache) -> DeviceAttention:
         tables = self._keep(parts.rotary.cosines), self._keep(parts.rotary.sines)
@@ -117,26 +127,6 @@ class DeviceOperations:
             self._kept.add(id(tensor))
             self.tensors.append(tensor)
         return tensor
-
-
-class DeviceNorm:
-    """An RMSNorm."""
-
-    def __init__(self, weights: Tensor, epsilon: float, rows: ModuleType) -> None:
-        self._weights, self._epsilon, self._run = weights, epsilon, rows.rms_norm
-
-    def into(self, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
-        self._run(inputs, self._weights, self._epsilon, outputs, adds)
-
-
-class DeviceActivation:
-    """`activation(gate) * value`."""
-
-    def __init__(self, name: str, rows: ModuleType) -> None:
-        self._name, self._run = name, rows.gated_activation
-
-    def into(self, inputs: Tensor, outputs: Tensor) -> None:
-        self._run(inputs, outputs, self._name)
 
 
 class DeviceAttention:

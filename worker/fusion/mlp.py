@@ -107,7 +107,7 @@ class NormedMLP:
 
     def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
         normed = self._workspace.rows("normed", *inputs.shape)
-        self._norm.into(inputs, normed)
+        self._norm(inputs, normed)
         self.mlp.into(normed, outputs, accumulate=accumulate)
 
 

@@ -29,14 +29,13 @@ RunFewRows: TypeAlias = Callable[[Tensor, Tensor], bool]
 """Writes the outputs [M, N] of few rows for their inputs [M, K]. Returns False where it cannot."""
 
 
+ActivationOperation: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Writes the outputs [M, K] for contiguous inputs [M, 2 K]: the gates, then the values."""
+
+
 class NormOperation(Protocol):
-    def into(self, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
+    def __call__(self, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
         """Write the norms of contiguous rows [M, K] to the outputs [M, K], or add them to the outputs."""
-
-
-class ActivationOperation(Protocol):
-    def into(self, inputs: Tensor, outputs: Tensor) -> None:
-        """Write the outputs [M, K] for contiguous inputs [M, 2 K]: the gates, then the values."""
 
 
 class AttentionOperation(Protocol):
@@ -135,7 +134,7 @@ class CompiledOperations:
         use_packed_linear(module, self._dtype)
 
     def prepare(self, batch: StepBatch) -> StepRows:
-        return step_rows(batch)
+        return step_rows(self._kernels, batch)
 
     def release_memory(self) -> None:
         release_freed_memory()

@@ -42,11 +42,11 @@ class Projection:
             return
         if self._norm is not None:
             normed = self._workspace.rows("normed", *inputs.shape)
-            self._norm.into(inputs, normed)
+            self._norm(inputs, normed)
             inputs = normed
         if self._activation is None:
             self.linear.into(inputs, outputs)
             return
         gates = self._workspace.rows("gates", num_rows, self.linear.num_outputs)
         self.linear.into(inputs, gates)
-        self._activation.into(gates, outputs)
+        self._activation(gates, outputs)

@@ -279,14 +279,13 @@ def _read_norm(module: Any) -> Norm:
     """Read an RMSNorm, and find out whether it adds 1 to its weights."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    _require(
-        "RMSNorm" in type(module).__name__
-        and isinstance(weight, Tensor)
-        and isinstance(epsilon, float)
-        and getattr(module, "bias", None) is None,
-        f"{type(module).__name__} is no RMSNorm",
-    )
-    assert isinstance(weight, Tensor) and isinstance(epsilon, float)
+    if (
+        "RMSNorm" not in type(module).__name__
+        or not isinstance(weight, Tensor)
+        or not isinstance(epsilon, float)
+        or getattr(module, "bias", None) is not None
+    ):
+        raise NotRecognised(f"{type(module).__name__} is no RMSNorm")
     ones = torch.ones(1, weight.numel(), dtype=weight.dtype, device=weight.device)
     weights = module(ones)[0].float() * (1 + epsilon) ** 0.5
     plain = weight.detach().float()

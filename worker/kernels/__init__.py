@@ -1,1 +1,1 @@
-"""Compiled kernels for CPUs. Optional: without them torch computes the same."""
+"""C for CPUs, and the row operations of GPUs. Both are optional: without them torch computes the same."""

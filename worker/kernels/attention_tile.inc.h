@@ -41,16 +41,6 @@ struct scratch {
     float *totals;  /* [Q] */
 };
 
-static inline int64_t padded(int64_t size)
-{
-    return (size + LANES - 1) / LANES * LANES;
-}
-
-static inline int64_t smaller(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
 /* Return the queries, keys and values of a token, in elements. */
 static inline int64_t qkv_width(const struct attention *c)
 {
@@ -84,22 +74,6 @@ static struct scratch divide_scratch(const struct attention *c, int64_t vectors,
     s.maxima = s.widened + widened_floats(c);
     s.totals = s.maxima + vectors;
     return s;
-}
-
-/* Copy a vector into padded float32. */
-static inline void widen(float *to, const void *from, int64_t offset, int64_t dim, int64_t dtype)
-{
-    for (int64_t d = 0; d < dim; d++)
-        to[d] = item(from, offset + d, dtype);
-    for (int64_t d = dim; d < padded(dim); d++)
-        to[d] = 0;
-}
-
-/* Copy a vector out of float32. */
-static inline void narrow(void *to, int64_t offset, const float *from, int64_t dim, int64_t dtype, float factor)
-{
-    for (int64_t d = 0; d < dim; d++)
-        put(to, offset + d, from[d] * factor, dtype);
 }
 
 /* Normalize and rotate a query or a key: D elements in float32, padded with zeros. */

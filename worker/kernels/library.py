@@ -25,7 +25,7 @@ INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 VARIABLE = "MILLRACE_KERNELS"
 """Environment variable: "auto", an instruction set, or "none" for torch alone."""
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+KERNEL_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """As in kernels.h."""
 
 _WITHOUT = "attention, sampling and linear layers on the CPU run through torch, which is slower"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def rms_norm(inputs: Tensor, weights: Tensor, epsilon: float, outputs: Tensor, adds: bool) -> None:
+def rms_norm(weights: Tensor, epsilon: float, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
     """Write the RMSNorms of rows [M, K], with float32 weights [K], to the outputs [M, K], or add them to the outputs."""
     normed = _norm(inputs.float(), epsilon).mul_(weights)
     if adds:
@@ -20,7 +20,7 @@ def rms_norm(inputs: Tensor, weights: Tensor, epsilon: float, outputs: Tensor, a
         outputs.copy_(normed)
 
 
-def gated_activation(inputs: Tensor, outputs: Tensor, activation: str) -> None:
+def gated_activation(activation: str, inputs: Tensor, outputs: Tensor) -> None:
     """Write `activation(gate) * value` [M, K] for inputs [M, 2 K]: the gates, then the values."""
     gates, values = inputs.float().chunk(2, dim=-1)
     activated = F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")

@@ -16,7 +16,7 @@ ACTIVATED_AT_ONCE = 1024
 """Entries of one row that one program activates."""
 
 
-def rms_norm(inputs: Tensor, weights: Tensor, epsilon: float, outputs: Tensor, adds: bool) -> None:
+def rms_norm(weights: Tensor, epsilon: float, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
     num_rows, size = inputs.shape
     block = triton.next_power_of_2(size)
     if num_rows:
@@ -29,7 +29,7 @@ def rms_norm(inputs: Tensor, weights: Tensor, epsilon: float, outputs: Tensor, a
         )
 
 
-def gated_activation(inputs: Tensor, outputs: Tensor, activation: str) -> None:
+def gated_activation(activation: str, inputs: Tensor, outputs: Tensor) -> None:
     num_rows, size = outputs.shape
     if num_rows:
         grid = (num_rows, triton.cdiv(size, ACTIVATED_AT_ONCE))

@@ -201,3 +201,29 @@ static inline void put(void *to, int64_t at, float number, int64_t dtype)
     else
         ((uint16_t *)to)[at] = to_bf16(number);
 }
+
+static inline int64_t smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline int64_t padded(int64_t size)
+{
+    return (size + LANES - 1) / LANES * LANES;
+}
+
+/* Copy a vector into padded float32. */
+static inline void widen(float *to, const void *from, int64_t offset, int64_t dim, int64_t dtype)
+{
+    for (int64_t d = 0; d < dim; d++)
+        to[d] = item(from, offset + d, dtype);
+    for (int64_t d = dim; d < padded(dim); d++)
+        to[d] = 0;
+}
+
+/* Copy a vector out of float32. */
+static inline void narrow(void *to, int64_t offset, const float *from, int64_t dim, int64_t dtype, float factor)
+{
+    for (int64_t d = 0; d < dim; d++)
+        put(to, offset + d, from[d] * factor, dtype);
+}

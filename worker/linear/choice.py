@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from millrace.worker.errors import ConfigError
 from millrace.worker.host_memory import free_host_bytes
-from millrace.worker.kernels.library import DTYPES, find_kernels, has_amx
+from millrace.worker.kernels.library import KERNEL_DTYPES, find_kernels, has_amx
 from millrace.worker.linear.packed import ROW_MULTIPLE, CompiledLinear, OneDNNLinear, PackedLinear, TorchLinear
 
 logger = logging.getLogger("millrace.worker")
@@ -64,7 +64,7 @@ def _pack(
 ) -> PackedLinear | None:
     """Return a layer that is faster than torch's. None if there is none, or no memory for it."""
     kernels, weight_dtype = find_kernels(), weights[0].dtype
-    if kernels is None or kernels.instruction_set == "generic" or not {weight_dtype, dtype} <= set(DTYPES):
+    if kernels is None or kernels.instruction_set == "generic" or not {weight_dtype, dtype} <= set(KERNEL_DTYPES):
         return None
     if 2 * sum(weight.nbytes for weight in weights) >= free_host_bytes():  # the packed copy, and one on the way to it
         _warn_once("there is no memory for packed weights: torch computes linear layers, which is slower")

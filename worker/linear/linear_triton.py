@@ -6,7 +6,6 @@ Shapes: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -94,11 +93,6 @@ class TritonLinear(TorchLinear):
             num_stages=STAGES,
             **launch_options(),
         )
-
-    def _multiply(self, inputs: Tensor) -> Tensor:
-        outputs = torch.empty(inputs.shape[0], self.num_outputs, dtype=self.output_dtype, device=inputs.device)
-        self.into(inputs, outputs)
-        return outputs
 
 
 @triton.jit(do_not_specialize=["num_rows"])

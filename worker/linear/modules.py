@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millrace.worker.kernels.library import DTYPES
+from millrace.worker.kernels.library import KERNEL_DTYPES
 from millrace.worker.linear.choice import join, join_biases, pack_linear
 from millrace.worker.linear.packed import PackedLinear, TorchLinear
 
@@ -89,4 +89,4 @@ def _is_replaceable(module: nn.Module) -> bool:
         return False
     has_hooks = module._forward_hooks or module._forward_pre_hooks
     weight = module.weight
-    return not has_hooks and weight.device.type == "cpu" and weight.dtype in DTYPES and weight.numel() > 0
+    return not has_hooks and weight.device.type == "cpu" and weight.dtype in KERNEL_DTYPES and weight.numel() > 0

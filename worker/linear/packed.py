@@ -1,4 +1,5 @@
-"""The ways to compute a linear layer on a CPU: the compiled kernel and oneDNN with packed weights, and torch.
+"""The ways to compute a linear layer on a CPU: the compiled kernel and oneDNN with packed weights, and torch, whose class is
+also the base of those of a GPU.
 
 With the compiled kernel the result of a row does not depend on the other rows of the step; oneDNN and torch round
 differently for other numbers of rows.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.worker.kernels.library import DTYPES, Kernels, LinearCall, PackCall, check
+from millrace.worker.kernels.library import KERNEL_DTYPES, Kernels, LinearCall, PackCall, check
 
 ROWS_OF_ONEDNN, ROW_MULTIPLE = 256, 16
 """Number of rows for which oneDNN orders its weights, and the multiple to which more rows than that are padded."""
@@ -102,9 +103,9 @@ class CompiledLinear(PackedLinear):
             bias=None if self.bias is None else self.bias.data_ptr(),
             num_outputs=self.num_outputs,
             num_inputs=self.num_inputs,
-            weight_dtype=DTYPES[weight_dtype],
-            input_dtype=DTYPES[dtype],
-            output_dtype=DTYPES[self.output_dtype],
+            weight_dtype=KERNEL_DTYPES[weight_dtype],
+            input_dtype=KERNEL_DTYPES[dtype],
+            output_dtype=KERNEL_DTYPES[self.output_dtype],
         )
         self._reference = ctypes.byref(self._call)
         self._screen: tuple[Tensor, Tensor, Tensor] | None = None
@@ -150,7 +151,7 @@ class CompiledLinear(PackedLinear):
                     output_ids=output_ids.data_ptr(),
                     num_outputs=len(output_ids),
                     num_inputs=self.num_inputs,
-                    dtype=DTYPES[self.weights.dtype],
+                    dtype=KERNEL_DTYPES[self.weights.dtype],
                     num_threads=torch.get_num_threads(),
                 )
             )
@@ -196,7 +197,7 @@ def _to_panels(weights: Sequence[Tensor], num_outputs: int, kernels: Kernels) ->
                     first_output=first_output,
                     num_outputs=len(rows),
                     num_inputs=num_inputs,
-                    dtype=DTYPES[dtype],
+                    dtype=KERNEL_DTYPES[dtype],
                     num_threads=torch.get_num_threads(),
                 )
             )

@@ -16,36 +16,33 @@ from transformers import PretrainedConfig, PreTrainedModel
 from millrace.worker.errors import ModelError
 from millrace.worker.kernels.library import find_kernels, has_bfloat16
 from millrace.worker.kv_pool import FP8
-from millrace.worker.loading.checkpoint import open_weights
+from millrace.worker.loading.checkpoint import MAPPED_DTYPES, open_weights
 
 logger = logging.getLogger("millrace.worker")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
-"""By their names in safetensors. 64 bits are computed in 32."""
 
 
-def choose_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the number format of activations, and of weights unless `keeps_bfloat16`. "auto" follows the checkpoint, but a
-    CPU takes float32 where it has no instructions for the checkpoint's. Logs what is slow."""
-    if device.type != "cpu":
-        return checkpoint_dtype if name == "auto" else DTYPES[name]
-    if name == "auto":
-        if checkpoint_dtype == torch.float16:
-            logger.info("the checkpoint is float16, which is slow on a CPU: running in float32")
-            return torch.float32
-        if checkpoint_dtype == torch.bfloat16 and not has_bfloat16(find_kernels()):
-            logger.info("the checkpoint is bfloat16, and this CPU has no instructions for it: running in float32")
-            return torch.float32
-        return checkpoint_dtype
-    dtype = DTYPES[name]
-    is_emulated = dtype == torch.float16 or (dtype == torch.bfloat16 and not has_bfloat16(find_kernels()))
-    if is_emulated:
+def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the number format of activations, and of weights unless `can_keep_bfloat16`. "auto" follows the checkpoint's,
+    `stored`, but a CPU takes float32 where it has no instructions for that. Logs what is slow."""
+    dtype = stored if name == "auto" else DTYPES[name]
+    is_emulated = device.type == "cpu" and (
+        dtype == torch.float16 or (dtype == torch.bfloat16 and not has_bfloat16(find_kernels()))
+    )
+    if not is_emulated:
+        return dtype
+    if name != "auto":
         logger.warning("%s is emulated on this CPU, which is slow: use --dtype auto or float32", name)
-    return dtype
+        return dtype
+    if dtype == torch.float16:
+        logger.info("the checkpoint is float16, which is slow on a CPU: running in float32")
+    else:
+        logger.info("the checkpoint is bfloat16, and this CPU has no instructions for it: running in float32")
+    return torch.float32
 
 
-def keeps_bfloat16(dtype: torch.dtype, tensor_files: dict[str, Path], device: torch.device) -> bool:
+def can_keep_bfloat16(dtype: torch.dtype, tensor_files: dict[str, Path], device: torch.device) -> bool:
     """Whether float32 layers keep weights that are stored in bfloat16. The numbers are the same, since the compiled kernel
     widens them on the way. They take half of the memory, and half of the time at few rows."""
     kernels = find_kernels() if device.type == "cpu" and dtype == torch.float32 else None
@@ -100,7 +97,7 @@ def checkpoint_dtype(config: PretrainedConfig, tensor_files: dict[str, Path]) ->
             tensor = file.get_slice(name)
             if len(tensor.get_shape()) > 1:
                 stored = tensor.get_dtype()
-                if stored not in STORED_DTYPES:
+                if (dtype := MAPPED_DTYPES.get(stored)) is None:
                     raise ModelError(f"{name} in {path} is stored as {stored}: use a checkpoint in 16 or 32 bits")
-                return STORED_DTYPES[stored]
+                return torch.float32 if dtype == torch.float64 else dtype
     raise ModelError("the safetensors files hold no weight matrix: copy the model again")

@@ -20,11 +20,11 @@ from millrace.worker.layer_groups import group_layers
 from millrace.worker.loading.checkpoint import find_weights
 from millrace.worker.loading.checksum import weights_checksum
 from millrace.worker.loading.dtype import (
+    can_keep_bfloat16,
     checkpoint_dtype,
     choose_dtype,
     choose_kv_cache_dtype,
     keep_bfloat16,
-    keeps_bfloat16,
 )
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.part import ModelPart
@@ -53,18 +53,19 @@ class LoadedModel:
 def load_model(
     config: WorkerConfig, topology: Topology, peers: Peers | None, device: torch.device, attention: Attention
 ) -> LoadedModel:
-    """Load this rank's part of `config.model`. Does not wait for other ranks. Raises `ModelError` and `ConfigError`.
+    """Load this rank's part of the model. Does not wait for other ranks. Raises `ModelError` and `ConfigError`.
 
     `attention`: what the layers should use. What they can use is in the result.
     """
     directory = Path(config.model)
     with timed(logger, "read config"):
         model_config = read_config(directory)
-    tensor_files = find_weights(directory)
+    weights_directory = Path(config.weights or directory)
+    tensor_files = find_weights(weights_directory)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(model_config, tensor_files), device)
     with timed(logger, "build modules"):
         model = build_empty(model_config, dtype)
-        if topology.world_size == 1 and keeps_bfloat16(dtype, tensor_files, device):
+        if topology.world_size == 1 and can_keep_bfloat16(dtype, tensor_files, device):
             logger.info("computing in float32, the weights of linear layers stay bfloat16 as they are stored")
             keep_bfloat16(model)
         part = ModelPart(model, topology)
@@ -75,7 +76,7 @@ def load_model(
         except WeightsDiffer as difference:
             logger.info("transformers converts the checkpoint, because %s", difference)
             try:
-                model = _load_converted(model, part, directory, topology, device, dtype)
+                model = _load_converted(model, part, weights_directory, topology, device, dtype)
             except OSError as error:  # it finds no weights by their usual names
                 raise difference from error
     fix_frequencies(model, max_model_len)

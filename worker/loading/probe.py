@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from millrace.executor.wire.failures import is_interruption
 from millrace.worker.attention.interface import STEP_KEYWORD
 from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.kv_pool import LayerSpec
@@ -108,6 +109,8 @@ def runs_head_alone(model: PreTrainedModel) -> bool:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
+        if is_interruption(error):
+            raise
         name, reason = type(model).__name__, f"{type(error).__name__}: {error}"
         logger.info("%s has no log-probabilities of prompts, since its head does not run alone: %.200s", name, reason)
         return False

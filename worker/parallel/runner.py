@@ -108,9 +108,6 @@ class ParallelRunner(Runner):
             self._received = self._receive_hidden(len(on_host.tensors["token_slots"]))
         return super()._run(plan, on_host)
 
-    def _draw_in_graph(self, rows: HostBatch) -> Tensor | None:
-        return super()._draw_in_graph(rows) if self._topology.is_last_stage else None
-
     def _draw_greedily(self, peaks: Tensor, token_ids: Tensor) -> Tensor:
         return self._sampler.merge(peaks, token_ids)
 

@@ -34,7 +34,7 @@ class VocabParallelSampler:
             return sample(logits, rows)
         if rows.is_plain_greedy:
             return self.merge(*logits.max(dim=-1))
-        is_plain = rows.plain_greedy()
+        is_plain = rows.plain_greedy_rows()
         if not bool(is_plain.any()):
             return sample(self.gather(logits), rows)
         # Whole rows are many times as much data as the two numbers of a plain row, so only those that need it are gathered.

@@ -63,6 +63,3 @@ class GrammarMask(LogitsProcessor[GrammarState]):
 
     def record(self, rows: ProcessedRows[GrammarState], token_ids: Tensor) -> None:
         self._sampled.append((rows.states, HostCopy(token_ids).tolist))
-
-    def failure(self, state: GrammarState) -> str | None:
-        return state.failure

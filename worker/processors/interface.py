@@ -82,7 +82,3 @@ class LogitsProcessor(ABC, Generic[State]):
 
     def record(self, rows: ProcessedRows[State], token_ids: Tensor) -> None:
         """Take the sampled ids [N] into the state. `NO_TOKEN` is that of a sequence that has failed."""
-
-    def failure(self, state: State) -> str | None:
-        """Return why this processor has left no token, if it knows."""
-        return None

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from millrace.executor.wire.messages import NewSequence
-from millrace.worker.grammars import Grammars
+from millrace.worker.grammars import Grammars, GrammarState
+from millrace.worker.linear.packed import RowMasks
 from millrace.worker.processors.bad_words import BadWords
 from millrace.worker.processors.grammar import GrammarMask
 from millrace.worker.processors.interface import LogitsProcessor, ProcessedRows
@@ -27,6 +28,9 @@ class StepProcessors:
         self._parts = parts
         for processor, rows in parts:
             processor.prepare(rows)
+        processor, rows = parts[-1]
+        self.grammar_rows: ProcessedRows[GrammarState] | None = rows if isinstance(processor, GrammarMask) else None
+        """The rows whose masks `apply` waits for."""
 
     def row_indices(self) -> Tensor:
         """Return the rows that a processor changes, on the host. Some may come twice."""
@@ -38,17 +42,11 @@ class StepProcessors:
         """Whether the masks of grammars are all that changes logits."""
         return all(isinstance(processor, GrammarMask) for processor, _ in self._parts)
 
-    def grammar_masks(self) -> tuple[Tensor, Tensor] | None:
-        """Return the rows with a grammar [N] and their masks [N, B], instead of what `apply` does with them. Waits for the
-        masks. None: no row has a grammar."""
+    def grammar_masks(self) -> RowMasks | None:
+        """Return the masks of the rows with a grammar, instead of what `apply` does with them. Waits for the masks. None: no
+        row has a grammar."""
         processor, rows = self._parts[-1]
-        return (rows.indices, processor.masks()) if isinstance(processor, GrammarMask) else None
-
-    @property
-    def grammar_rows(self) -> ProcessedRows[Any] | None:
-        """The rows whose masks `apply` waits for."""
-        processor, rows = self._parts[-1]
-        return rows if isinstance(processor, GrammarMask) else None
+        return RowMasks(rows.indices, processor.masks()) if isinstance(processor, GrammarMask) else None
 
     def apply_masks(self, logits: Tensor) -> None:
         """Change contiguous logits [M, V] in place as the masks of grammars do. Waits for the masks."""
@@ -76,12 +74,10 @@ class StepProcessors:
         return [row for row, state in zip(rows.row_indices, rows.states, strict=True) if state.takes_too_much]
 
     def failure(self, index: int) -> str | None:
-        """Return why a row of the step has no token, if a processor knows."""
-        for processor, rows in self._parts:
-            for row, state in zip(rows.row_indices, rows.states, strict=True):
-                if row == index and (failure := processor.failure(state)) is not None:
-                    return failure
-        return None
+        """Return why a row of the step has no token, if its grammar knows."""
+        if (rows := self.grammar_rows) is None or index not in rows.row_indices:
+            return None
+        return rows.states[rows.row_indices.index(index)].failure
 
 
 class LogitsProcessors:

@@ -212,7 +212,7 @@ def test_a_damaged_record_is_refused_by_name_and_its_batch_mates_run(
     redis_client.hset(queue.keys.job("seed"), "seed", "abc")
     redis_client.hdel(queue.keys.job("created"), "created")
     redis_client.hset(queue.keys.job("tokens"), mapping={"fingerprint": FINGERPRINT, "attempt": 1})
-    redis_client.set(queue.keys.tokens("tokens"), b"12345")
+    redis_client.set(f"{queue.keys.prefix}tokens:tokens", b"12345")
     queue.pause(False)
     parts.intake.start()
     events = [parts.events.get(timeout=60) for _ in range(4)]

@@ -55,7 +55,7 @@ def test_a_deadline_that_passes_is_told_by_the_heartbeat_alone(
     """Nobody listens to the signals here: the word may be lost, the heartbeat's news come again."""
     submit(queue, "late", deadline_ms=3_600_000)
     assert [job.job_id for job in leases.claim("c1", 1, 1000, FINGERPRINT).jobs] == ["late"]
-    redis_client.zadd(queue.keys.deadlines, {"late": 1})
+    redis_client.zadd(f"{queue.keys.prefix}deadlines", {"late": 1})
     assert hear(news, "expired") == hear(news, "expired") == ["late"]
 
 

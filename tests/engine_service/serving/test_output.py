@@ -35,7 +35,7 @@ def test_an_unwatched_job_is_saved_before_it_is_64_tokens_ahead_but_not_when_it_
     sequence = Sequence(
         SeqId(1), [1], GREEDY, StopRules(max_tokens=max_tokens, min_tokens=0, end_token_ids=frozenset())
     )
-    job = ServedJob(claimed_job(), [Generation(sequence, TextRules(is_text_wanted=False), None)])
+    job = ServedJob(claimed_job(), [Generation(sequence, TextRules(is_text_wanted=False), None)], due_s=0.0)
     written: list[Write] = []
     output = Output(written.append, "model-a")
     for num_tokens in range(1, max_tokens):
@@ -87,7 +87,7 @@ def test_the_write_builds_the_log_probabilities_of_a_prompt_once_and_the_loop_do
     generation = Generation(sequence, TextRules(), tokenizer)
     generation._final_text = ""
     written: list[Write] = []
-    Output(written.append, "model-a").finish(ServedJob(claimed_job(), [generation]))
+    Output(written.append, "model-a").finish(ServedJob(claimed_job(), [generation], due_s=0.0))
     assert tokenizer.num_texts == 0
     (finish,) = written
     assert isinstance(finish, Finish)
@@ -102,7 +102,7 @@ def test_the_write_builds_the_log_probabilities_of_the_output_once_and_the_loop_
     rules = StopRules(max_tokens=9, min_tokens=0, end_token_ids=frozenset())
     sequence = Sequence(SeqId(1), [5], sampling, rules)
     tokenizer: Any = CountingTokenizer()
-    job = ServedJob(claimed_job(), [Generation(sequence, TextRules(), tokenizer)])
+    job = ServedJob(claimed_job(), [Generation(sequence, TextRules(), tokenizer)], due_s=0.0)
     written: list[Write] = []
     output = Output(written.append, "model-a")
     for token_id in (6, 7):

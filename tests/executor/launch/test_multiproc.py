@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from millrace.executor.environment import SECRETS
 from millrace.executor.errors import StartError
 from millrace.executor.launch.multiproc import MultiprocExecutor
-from tests.executor.kinds import SHORT, Make, start, stub_config
+from millrace.executor.launch.process import _Starter
+from tests.executor.kinds import SHORT, STUB, Make, start, stub_config
 from tests.processes import environment_of
 
 
@@ -146,3 +151,44 @@ def test_a_fork_of_a_process_that_has_started_workers_starts_its_own(make: Make)
 def _start_and_end(executor: MultiprocExecutor) -> None:
     start(executor)
     executor.shutdown()
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Returns a function that sends this thread a signal. Its handler raises `TimeoutError`, as for a time limit."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before, receiver = signal.signal(signal.SIGUSR2, handle), threading.get_ident()
+    yield lambda: signal.pthread_kill(receiver, signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_time_limit_of_the_program_ends_a_start_and_is_no_lack_of_the_system(interrupt: Callable[[], None]) -> None:
+    executor = MultiprocExecutor(stub_config("hang-at-start"), worker_module=STUB)
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    with pytest.raises(TimeoutError) as caught:
+        executor.start()
+    timer.join()
+    assert type(caught.value) is TimeoutError
+    assert (executor.worker_pids(), executor.stats().num_failed_workers) == ([], 0)
+
+
+def test_a_process_that_begins_when_its_start_is_interrupted_is_ended(interrupt: Callable[[], None]) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def begin() -> subprocess.Popen[bytes]:
+        interrupt()
+        children.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        return children[0]
+
+    starter = _Starter()
+    starter.start()
+    with pytest.raises(TimeoutError):
+        starter.call(begin)
+    with pytest.raises(FileNotFoundError):  # of a start that has failed there is nothing to end
+        starter.call(lambda: subprocess.Popen(["/nowhere"]))
+    assert children[0].wait(60) == -signal.SIGKILL
+    children[0].communicate()

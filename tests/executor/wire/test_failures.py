@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 
-from millrace.executor.wire.failures import EXIT_CRASH, exit_status, is_retryable_exit, to_failure
+from millrace.executor.wire.failures import EXIT_CRASH, exit_status, is_interruption, is_retryable_exit, to_failure
 from tests.executor.fragile_worker import AcceleratorError
 
 
@@ -70,3 +77,57 @@ def test_only_a_worker_that_names_the_configuration_is_not_started_again(status:
 def test_a_message_is_one_line_in_a_log() -> None:
     text = "CUDA error: out of memory\nSearch for it in the manual.\n"
     assert to_failure(AcceleratorError(text)).message == "CUDA error: out of memory Search for it in the manual."
+
+
+def plain(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError
+
+
+def with_any_arguments(*arguments: Any) -> None:
+    plain(*arguments)
+
+
+def that_replaces_itself(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    raise TimeoutError
+
+
+class Handler:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    def method(self, number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        plain,
+        with_any_arguments,
+        that_replaces_itself,
+        Handler(),
+        Handler().method,
+        partial(plain),
+        lambda *_: plain(0, None),
+    ],
+)
+def test_the_error_of_a_signal_handler_is_an_interruption(handler: Callable[..., None]) -> None:
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        with pytest.raises(TimeoutError) as caught:
+            signal.raise_signal(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert is_interruption(caught.value)
+
+
+def test_other_errors_are_no_interruptions() -> None:
+    def look_at_the_caller() -> None:
+        caller = sys._getframe(1)
+        raise TimeoutError(caller.f_code.co_name)
+
+    for work in (look_at_the_caller, partial(plain, 0, None), partial(plain, 0, sys._getframe().f_back)):
+        with pytest.raises(TimeoutError) as caught:
+            work()
+        assert not is_interruption(caught.value)

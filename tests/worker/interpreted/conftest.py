@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -10,6 +10,12 @@ import numpy as np
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter
+
+from millrace.worker import graphs
+from millrace.worker.rank import Rank
+from tests.worker.driver import start_worker
+from tests.worker.interpreted.graph_steps import MAX_NUM_SEQS, SMALL, patch_worker
+from tests.worker.models import make_model
 
 NUMPY_NAMES = {"add": "add", "sub": "subtract", "mul": "multiply"}
 
@@ -88,3 +94,32 @@ def products_of_a_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(scope="session")
+def triton_on_this_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch_worker(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def started(triton_on_this_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Rank:
+    """A worker that tests use one after the other, since a start runs kernels too."""
+    path = tmp_path_factory.mktemp("llama")
+    make_model("llama", path, **SMALL)
+    return start_worker(path, max_num_seqs=MAX_NUM_SEQS, num_blocks=1000)
+
+
+@pytest.fixture
+def worker(started: Rank, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A worker without graphs. Those that it is given are for decode rows only."""
+    assert started.runner is not None
+    started.runner._graphs = None
+    monkeypatch.setattr(graphs, "MOST_TOKENS", 0)
+    return started
+
+
+@pytest.fixture
+def for_all_steps(worker: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_TOKENS", 60)

@@ -1,9 +1,10 @@
-"""What the tests of graphs share: a worker that runs on the CPU what it runs on a GPU, and the double of a capture."""
+"""What the tests of graphs share: a worker that runs on the CPU what it runs on a GPU, and the double of a capture. Their
+fixtures are in `conftest.py`."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,44 +25,20 @@ from millrace.worker.kernels import rows_torch
 from millrace.worker.kv_pool import LayerCache
 from millrace.worker.rank import Rank
 from millrace.worker.runner import Runner
-from tests.worker.driver import GREEDY, Driver, start_worker
-from tests.worker.models import VOCAB_SIZE, make_model
+from tests.worker.driver import GREEDY, Driver
+from tests.worker.models import VOCAB_SIZE
 from tests.worker.test_no_waiting import run_ahead
 
 MAX_NUM_SEQS, MAX_TOKENS = 6, 4
 SPACE = LEAST_CHUNKS
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 192,
+}
 DRAWN, LIMITED = RowSampling(0.9, 0, 1.0, 0.01, 7, 0, 0, []), RowSampling(0.9, 20, 0.9, 0.0, 7, 0, 0, [])
 SAMPLING = [GREEDY, LIMITED, DRAWN]
-
-
-@pytest.fixture(scope="module")
-def triton_on_this_cpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch_worker(patch)
-        yield
-
-
-@pytest.fixture(scope="module")
-def started(triton_on_this_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Rank:
-    """A worker that tests use one after the other, since a start runs kernels too."""
-    path = tmp_path_factory.mktemp("llama")
-    make_model("llama", path, **SMALL)
-    return start_worker(path, max_num_seqs=MAX_NUM_SEQS, num_blocks=1000)
-
-
-@pytest.fixture
-def worker(started: Rank, monkeypatch: pytest.MonkeyPatch) -> Rank:
-    """A worker without graphs. Those that it is given are for decode rows only."""
-    assert started.runner is not None
-    started.runner._graphs = None
-    monkeypatch.setattr(graphs, "MOST_TOKENS", 0)
-    return started
-
-
-@pytest.fixture
-def for_all_steps(worker: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_TOKENS", 60)
 
 
 def patch_worker(monkeypatch: pytest.MonkeyPatch) -> None:

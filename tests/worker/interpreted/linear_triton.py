@@ -62,12 +62,12 @@ def test_few_rows_pass_norm_layer_and_activation_at_once(
     norm = torch.rand(num_inputs, generator=generator), 1e-3
     normed, expected = inputs.clone(), torch.zeros(num_rows, num_outputs)
     if has_norm:
-        rows_torch.rms_norm(inputs, *norm, normed, adds=False)
+        rows_torch.rms_norm(*norm, inputs, normed)
     products = F.linear(normed.float(), weight.float(), bias.float() if has_bias else None)
     if activation is None:
         expected = products
     else:
-        rows_torch.gated_activation(products, expected, activation)
+        rows_torch.gated_activation(activation, products, expected)
     layer, outputs = FewRowsLinear(weight, bias if has_bias else None), torch.ones(num_rows, num_outputs, dtype=dtype)
     for accumulate in (False, True):
         assert layer.multiply_few(inputs, outputs, norm if has_norm else None, activation, accumulate=accumulate)

@@ -84,7 +84,7 @@ def check(
         norm_eps=EPS,
     )
     output = torch.full((qkv.shape[0], shape.heads * shape.value_dim), float("nan"), dtype=shape.dtype)
-    compiled.run(qkv, output, step_rows(batch))
+    compiled.run(qkv, output, step_rows(kernels, batch))
     # Gemma's modules round to bfloat16 three times on the way, the kernel once.
     is_exact = torch.bfloat16 not in (shape.dtype, shape.pool_dtype)
     rtol, atol = (1e-5, 1e-5) if is_exact else (3e-2, 3e-2)
@@ -116,4 +116,4 @@ def test_a_position_behind_the_tables_is_refused(kernels: Kernels) -> None:
     attention = LayerAttention(kernels, layer, 4, torch.float32, 1.0, rotary=tables(64))
     qkv, output = torch.zeros(4, attention.width), torch.zeros(4, 4 * 64)
     with pytest.raises(AssertionError, match=f"end before position {NUM_POSITIONS}"):
-        attention.run(qkv, output, step_rows(batch))
+        attention.run(qkv, output, step_rows(kernels, batch))
