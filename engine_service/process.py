@@ -57,10 +57,11 @@ _SWITCH_INTERVAL_S = 0.0005
 waits so long for the thread that parses a large body."""
 
 
-def run(config: ServeConfig, path: Path, executor: Executor) -> bool:
-    """Serve the model in `path` until SIGTERM or SIGINT. The workers of the executor may have begun to start. Return whether
-    Redis has taken every write. Raises `ConfigurationError`, `QueueError` and `EngineDead`."""
-    return _Process(config, path, executor).run()
+def run(config: ServeConfig, path: Path, executor: Executor, must_stop: Callable[[], bool]) -> bool:
+    """Serve the model in `path` until SIGTERM or SIGINT. The workers of the executor may have begun to start. `must_stop`:
+    whether such a signal has come already. Return whether Redis has taken every write. Raises `ConfigurationError`,
+    `QueueError` and `EngineDead`."""
+    return _Process(config, path, executor).run(must_stop)
 
 
 class _Process:
@@ -79,10 +80,12 @@ class _Process:
         self._model_fingerprint: str
         """From `_start` on."""
 
-    def run(self) -> bool:
+    def run(self, must_stop: Callable[[], bool]) -> bool:
         """See `run` of this module."""
         try:
             admission = self._start()
+            if must_stop():
+                return True
             gc.freeze()  # as in a rank
             gc.set_threshold(_GC_THRESHOLD)
             sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -86,8 +86,16 @@ def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:
         raise ConfigurationError(str(error)) from error
 
 
+class _Start:
+    must_stop = False
+    """Whether a signal has come before there was anything to drain."""
+
+
 def _stop_starting(number: int, frame: FrameType | None) -> None:
     """Handle a signal before there is anything to drain: exit, but run the cleanup."""
+    _Start.must_stop = True
+    # Where the signal interrupts a callback of Python itself, as in an import, the exception is only reported here.
+    sys.unraisablehook = lambda _: None
     raise SystemExit(0)
 
 
@@ -102,7 +110,7 @@ def _serve(config: ServeConfig, path: Path, executor: Executor) -> int:
         from millrace.engine_service.process import run
 
         logger.info("start: imports %.2f s", process_age_s())
-        return 0 if run(config, path, executor) else EXIT_REDIS
+        return 0 if run(config, path, executor, lambda: _Start.must_stop) else EXIT_REDIS
     finally:
         executor.shutdown()
 

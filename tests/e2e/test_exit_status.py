@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,28 @@ def test_an_engine_that_gets_a_signal_to_stop_ends_with_0(
     engine.process.send_signal(number)
     assert engine.process.wait(LIMIT_S) == 0
     assert "Traceback" not in engine.text()
+
+
+def test_an_engine_that_is_stopped_in_a_callback_of_python_ends_with_0(redis_url: str, queue_name: str) -> None:
+    """Python drops what the handler of the signal raises there. Such a callback runs at the end of each import."""
+    code = f"""
+import os, signal, sys, weakref
+from millrace.engine_service import serve, text
+
+class Tokenizer(text.Tokenizer):
+    def __init__(self, *args):
+        some = {{1}}
+        dies = weakref.ref(some, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        del some
+        super().__init__(*args)
+        print("the start went on", flush=True)
+
+text.Tokenizer = Tokenizer
+sys.exit(serve.main(["--model", {str(TINY)!r}, "--redis", {redis_url!r}, "--queue", {queue_name!r}, "--device", "cpu"]))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (ran.returncode, ran.stdout) == (0, "the start went on\n"), ran.stderr
+    assert "Traceback" not in ran.stderr and "serves" not in ran.stderr
 
 
 def test_an_engine_that_is_stopped_while_it_imports_ends_with_0(
