@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from millrace.executor.heap import release_freed_memory
 from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
@@ -232,6 +233,7 @@ class Rank:
             torch.cuda.synchronize(self._device)
 
     def _empty_cache(self) -> None:
+        release_freed_memory()
         if torch.cuda.is_initialized():
             torch._C._cuda_clearCublasWorkspaces()  # some 30 MiB for each stream
             torch.cuda.empty_cache()

@@ -171,17 +171,22 @@ def test_attention_compiles_for_a_gpu_and_not_again_for_other_lengths(
 
 
 @pytest.mark.parametrize(
-    ("capability", "most_shared"),
+    ("capability", "most_shared", "pool_dtypes"),
     [
-        (100, 227),  # B200
-        pytest.param(80, 163, marks=pytest.mark.slow),  # A100
-        pytest.param(89, 99, marks=pytest.mark.slow),  # L4, L40S, RTX 4090
-        pytest.param(103, 227, marks=pytest.mark.slow),  # B300
-        pytest.param(120, 99, marks=pytest.mark.slow),  # RTX 5090, RTX PRO 6000
+        (100, 227, [FP8]),  # B200
+        pytest.param(100, 227, [None], marks=pytest.mark.slow),
+        pytest.param(80, 163, [None], marks=pytest.mark.slow),  # A100
+        pytest.param(89, 99, [None, FP8], marks=pytest.mark.slow),  # L4, L40S, RTX 4090
+        pytest.param(103, 227, [None, FP8], marks=pytest.mark.slow),  # B300
+        pytest.param(120, 99, [None, FP8], marks=pytest.mark.slow),  # RTX 5090, RTX PRO 6000
     ],
 )
 def test_attention_compiles_for_other_gpus(
-    capability: int, most_shared: int, launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    capability: int,
+    most_shared: int,
+    pool_dtypes: list[torch.dtype | None],
+    launched: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from millrace.worker.attention import triton as attention
 
@@ -190,11 +195,10 @@ def test_attention_compiles_for_other_gpus(
     stages_of = attention._prefill_stages
     monkeypatch.setattr(attention, "_prefill_stages", lambda layer, _: stages_of(layer, torch.device("cuda")))
     monkeypatch.setattr(CompilingDriver, "capability", capability)
-    for head_size, pool_dtype in product((128, 256), (None, FP8)):
-        if pool_dtype is None or capability > 80:
-            shape = (16, 2, head_size, head_size)
-            options: dict[str, Any] = {"shape": shape, "dtype": torch.bfloat16, "pool_dtype": pool_dtype}
-            attend(attention.TritonAttention(), [(70, 1), (300, 5)], **options)
+    for head_size, pool_dtype in product((128, 256), pool_dtypes):
+        shape = (16, 2, head_size, head_size)
+        options: dict[str, Any] = {"shape": shape, "dtype": torch.bfloat16, "pool_dtype": pool_dtype}
+        attend(attention.TritonAttention(), [(70, 1), (300, 5)], **options)
     for kernel in launched.values():
         assert kernel.metadata.target.arch == capability
         assert kernel.metadata.shared <= most_shared << 10, kernel.name
