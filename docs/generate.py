@@ -33,6 +33,7 @@ GROUPS = {
         "ToolCall",
         "Usage",
         "JobError",
+        "Timings",
         "StreamEvent",
         "Logprob",
         "Position",
@@ -44,7 +45,15 @@ GROUPS = {
     "Without a queue": ("LLM", "RequestOutput", "EngineArgs"),
 }
 """The public names by heading, without the errors."""
-_WITHOUT_ENTRY = {"StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"}
+_WITHOUT_ENTRY = {
+    "Retried",
+    "StructuredOutputsParams",
+    "SubmitOptions",
+    "Submitted",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+}
 """Public names that the entries of others explain."""
 
 

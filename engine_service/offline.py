@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, cast
 
 from millrace.engine_service.build import build_executor
 from millrace.engine_service.chat.template import template_source
@@ -177,11 +177,13 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self._model!r}{'' if self._shut_down.alive else ', shut down'})"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        rule = " of vLLM is not supported: Millrace generates text and chats" if name in _METHODS_OF_VLLM else ""
-        if name in _INSTEAD:
-            rule = f" of vLLM does not exist; {_INSTEAD[name]}"
-        raise AttributeError(f"LLM.{name}{rule or ' does not exist'}", name=name, obj=self)
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            rule = " of vLLM is not supported: Millrace generates text and chats" if name in _METHODS_OF_VLLM else ""
+            if name in _INSTEAD:
+                rule = f" of vLLM does not exist; {_INSTEAD[name]}"
+            raise AttributeError(f"LLM.{name}{rule or ' does not exist'}", name=name, obj=self)
 
     @_leaving_no_reference
     def generate(
@@ -358,7 +360,7 @@ class LLM:
         with self._in_use() if is_owner and not is_nested else contextlib.nullcontext():
             self._shut_down()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

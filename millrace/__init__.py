@@ -27,9 +27,12 @@ if TYPE_CHECKING:
         GenerationRequest,
         InvalidRequest,
         PayloadTooLarge,
+        Retried,
         SamplingParams,
         StructuredOutputs,
         StructuredOutputsParams,
+        SubmitOptions,
+        Submitted,
     )
     from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry, TenantStats
     from millrace.results.errors import (
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
         ServerUnsuitable,
         WaitTimeout,
     )
-    from millrace.results.job import CompletionOutput, Job, StreamEvent
+    from millrace.results.job import CompletionOutput, Job, StreamEvent, Timings
     from millrace.results.logprobs import Logprob
     from millrace.results.messages import JobError, ToolCall, Usage
 
@@ -89,13 +92,17 @@ __all__ = [
     "RejectedEntry",
     "RequestOutput",
     "ResultExpired",
+    "Retried",
     "SamplingParams",
     "ServerUnsuitable",
     "StreamEvent",
     "StructuredOutputs",
     "StructuredOutputsParams",
+    "SubmitOptions",
+    "Submitted",
     "TenantStats",
     "TextPrompt",
+    "Timings",
     "TokensPrompt",
     "ToolCall",
     "Usage",
@@ -120,20 +127,22 @@ _IMPORTED_LATER = ("torch", "transformers")
 """What `LLM` imports only when one is made."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'millrace' has no attribute {name!r}")
-    try:
-        module = next(found for found in map(import_module, _MODULES) if hasattr(found, name))
-    except ModuleNotFoundError as error:
-        if (error.name or "millrace").partition(".")[0] == "millrace":
-            raise
-        raise _not_installed(name, error.name) from error
-    missing = [package for package in _IMPORTED_LATER if name == "LLM" and find_spec(package) is None]
-    if missing:
-        raise _not_installed(name, missing[0])
-    value = globals()[name] = getattr(module, name)
-    return value
+if not TYPE_CHECKING:  # for a type checker, the module has only the names imported above
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'millrace' has no attribute {name!r}")
+        try:
+            module = next(found for found in map(import_module, _MODULES) if hasattr(found, name))
+        except ModuleNotFoundError as error:
+            if (error.name or "millrace").partition(".")[0] == "millrace":
+                raise
+            raise _not_installed(name, error.name) from error
+        missing = [package for package in _IMPORTED_LATER if name == "LLM" and find_spec(package) is None]
+        if missing:
+            raise _not_installed(name, missing[0])
+        value = globals()[name] = getattr(module, name)
+        return value
 
 
 def _not_installed(name: str, package: str | None) -> ImportError:

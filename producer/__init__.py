@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from millrace.producer.async_client import AsyncClient
+from millrace.producer.calls import Retried
 from millrace.producer.client import Client
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
+from millrace.producer.options import SubmitOptions
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.producer.structured import StructuredOutputs, StructuredOutputsParams
+from millrace.producer.submitting import Submitted
 
 __all__ = [
     "AsyncClient",
@@ -15,7 +18,10 @@ __all__ = [
     "GenerationRequest",
     "InvalidRequest",
     "PayloadTooLarge",
+    "Retried",
     "SamplingParams",
     "StructuredOutputs",
     "StructuredOutputsParams",
+    "SubmitOptions",
+    "Submitted",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from typing import Unpack
+from typing import Self, Unpack
 
 from millrace.producer import arguments, calls
 from millrace.producer.client import Client
@@ -33,7 +33,7 @@ class AsyncClient:
         self._keys = arguments.queue_keys(queue)
         self._transport = AsyncTransport.to(url)
 
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

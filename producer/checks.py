@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -240,15 +240,17 @@ _JOB_QUEUE_NAMES = {
 class NamesUnknown(msgspec.StructMeta):
     """Makes the constructor of a struct raise `InvalidRequest` for an argument that it does not have, with a remedy."""
 
-    def __call__(self, /, *args: Any, **fields: Any) -> Any:
-        try:
-            return super().__call__(*args, **fields)
-        except TypeError:
-            for name in fields:
-                if name not in self.__struct_fields__:
-                    rule = f"is not an argument of {self.__name__}; {self.remedy_for(name)}"
-                    raise InvalidRequest(name, rule) from None
-            raise
+    if not TYPE_CHECKING:  # some type checkers would take it for the constructor, which takes anything
+
+        def __call__(self, /, *args: Any, **fields: Any) -> Any:
+            try:
+                return super().__call__(*args, **fields)
+            except TypeError:
+                for name in fields:
+                    if name not in self.__struct_fields__:
+                        rule = f"is not an argument of {self.__name__}; {self.remedy_for(name)}"
+                        raise InvalidRequest(name, rule) from None
+                raise
 
     def remedy_for(self, name: str) -> str:
         """What to write instead of `name`; a name of a nested struct's field is looked for there too."""

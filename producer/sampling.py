@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
     """The same for each prompt token except the first one. The prompt is then computed even if it is cached."""
 
     structured_outputs: StructuredOutputs | None = None
-    """The form of the output, such as a JSON schema. A dict with one of the fields of StructuredOutputs works too."""
+    """The form of the output, such as a JSON schema. In `submit` a dict with one of its fields works too."""
 
     @property
     def is_greedy(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, TypeVar, overload
 
 import msgspec
 
@@ -12,6 +12,8 @@ from millrace.results.messages import TERMINAL_STATES, JobError, ToolCall, Usage
 
 MAX_SHOWN_TEXT = 80
 """Characters of a text that the repr of a job has."""
+
+Model = TypeVar("Model")
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +124,12 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         """Whether the text has ended."""
         return self.finish_reason is not None
 
+    @overload
+    def parsed(self, response_model: None = None) -> Any: ...
+    @overload
+    def parsed(self, response_model: type[Model]) -> Model: ...
+    @overload
+    def parsed(self, response_model: Any) -> Any: ...
     def parsed(self, response_model: Any = None) -> Any:
         """Return the value of the text, which must be JSON: an object of `response_model`, or without it what JSON gives.
 
@@ -222,6 +230,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             del fields["prompt"]
         return fields
 
+    @overload
+    def parsed(self, response_model: None = None) -> Any: ...
+    @overload
+    def parsed(self, response_model: type[Model]) -> Model: ...
+    @overload
+    def parsed(self, response_model: Any) -> Any: ...
     def parsed(self, response_model: Any = None) -> Any:
         """Return what `CompletionOutput.parsed` returns for candidate 0. Raises OutputNotParsed."""
         if not self.has_result:

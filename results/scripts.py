@@ -43,7 +43,7 @@ def resolve_includes(source: str, modules: Mapping[str, str]) -> str:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    return {path.stem: path.read_text() for path in sorted(folder.glob("*.lua"))}
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.lua"))}
 
 
 _MODULES = _read(_FOLDER / "lib")

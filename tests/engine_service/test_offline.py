@@ -186,7 +186,7 @@ def test_prompts_may_be_made_as_with_vllm(llm: LLM) -> None:
     assert [each.outputs[0].text for each in outputs] == [" 7", " 7"]
 
 
-def test_a_method_of_vllm_that_is_missing_is_named(llm: LLM) -> None:
+def test_a_method_of_vllm_that_is_missing_is_named(llm: Any) -> None:
     with pytest.raises(
         AttributeError, match=r"^LLM\.embed of vLLM is not supported: Millrace generates text and chats$"
     ):
