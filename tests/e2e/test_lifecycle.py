@@ -33,11 +33,15 @@ def paused(shared_client: Client) -> Iterator[Client]:
 
 
 def test_a_running_job_ends_at_its_deadline_with_what_it_has(client: Client) -> None:
-    for deadline_s in (6.0, 2.0, 0.6, 0.2):  # a fast machine finishes the job before the longer ones
-        job_id = client.submit(prompt="A story:", max_tokens=900, ignore_eos=True, stream=True, deadline_s=deadline_s)
-        text = "".join(event.text for event in client.stream(job_id))
+    for n, deadline_s in ((1, 6.0), (16, 2.0), (64, 0.5)):  # a fast machine ends the smaller ones before
+        job_id = client.submit(
+            prompt="A story:", n=n, max_tokens=900, ignore_eos=True, stream=True, deadline_s=deadline_s
+        )
+        texts = [""] * n
+        for event in client.stream(job_id):
+            texts[event.index] += event.text
         job = client.get(job_id)
-        assert job.text == text
+        assert [output.text for output in job.outputs] == texts
         if job.state == "expired":
             break
     assert (job.state, job.finish_reason) == ("expired", "expired")
