@@ -41,6 +41,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_blocks": (2, _MAX_COUNT),
     "swap_space_gib": (0, 2**20),
     "drain_grace": (0, _MAX_S),
+    "exit_when_idle": (0, _MAX_S),
     "heartbeat": (0.2, _MAX_S),
     "inter_token_latency": (0.001, _MAX_S),
     "metrics_port": (0, 65535),
@@ -106,6 +107,7 @@ _HELP = {
         f"how reasoning is read from the outputs of chats: {', '.join(THINKING_MARKS)}, none; auto: by the chat template",
     ),
     "drain_grace": ("SECONDS", "time for running jobs to finish after SIGTERM"),
+    "exit_when_idle": ("SECONDS", "exit with status 0 after this time without a job (default: never)"),
     "inter_token_latency": (
         "SECONDS",
         "longest step while a client reads the output of a running job; prompts are computed in smaller chunks",
@@ -144,11 +146,11 @@ _SWITCHES = {
 """By switch: the option that it sets, the value, and what the help says."""
 
 _EXITS = """\
-Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program or a
-metrics port that is in use, 2 when an option or the model can't work, 4 when
-Redis cannot be used or did not take the last results, 6 when the workers are
-lost and cannot be replaced, 7 when the device is lost, 8 when the device's
-memory is too small."""
+Exit status: 0 after SIGTERM, SIGINT or --exit-when-idle, 1 for a failure of the
+program or a metrics port that is in use, 2 when an option or the model can't
+work, 4 when Redis cannot be used or did not take the last results, 6 when the
+workers are lost and cannot be replaced, 7 when the device is lost, 8 when the
+device's memory is too small."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,6 +247,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     drain_grace: float = 25.0
+    exit_when_idle: float | None = None
     heartbeat: float = 10.0
     device_locks: str = "/tmp/millrace-devices"
     isolate_tenants: bool = False
@@ -336,7 +339,7 @@ def add_option(parser: Any, field: FieldInfo, *aliases: str, default: Any = None
     parser.add_argument(
         f"--{field.name.replace('_', '-')}",
         *aliases,
-        type={int: int, int | None: int, float: float}.get(field.type, str),
+        type={int: int, int | None: int, float: float, float | None: float}.get(field.type, str),
         metavar=metavar,
         choices=_CHOICES.get(field.name),
         default=default,
@@ -356,7 +359,10 @@ class _Parser(argparse.ArgumentParser):
                 each for each in self._option_string_actions if each.startswith("--no-") == first.startswith("--no-")
             ]
             similar = get_close_matches(option, known, 1, 0.75)
-            message += f"; did you mean {similar[0]}?" if similar else ""
+            if option == "--data-parallel-size":
+                message += ": start that many engines; each one takes GPUs that are free"
+            elif similar:
+                message += f"; did you mean {similar[0]}?"
         elif unknown:
             message += f"; did you mean --model {first}?"
         raise ConfigurationError(f"{message}; see {self.prog} --help")

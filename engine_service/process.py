@@ -142,7 +142,7 @@ class _Process:
         return fingerprint(self._path, self._tokenizer_path, self._config.chat_template)
 
     def _serve(self, admission: Admission) -> bool:
-        """Serve until a signal. Return whether Redis has taken every write."""
+        """Serve until `_Serving.run` returns. Return whether Redis has taken every write."""
         config = self._config
         serving = _Serving(config, self._engine, self._health, admission, self._model_fingerprint, self._connect)
         serving.start()
@@ -242,9 +242,9 @@ class _Serving:
         self._status_log.start()
 
     def run(self) -> None:
-        """Serve until a signal, then finish the running jobs."""
+        """Serve until a signal, or until the engine is idle for too long. Then finish the running jobs."""
         try:
-            self.service.serve()
+            self.service.serve(self._config.exit_when_idle)
             logger.info("draining: the engine claims no more jobs")
             self._stop_intake()
             self.service.finish_running(self._config.drain_grace)

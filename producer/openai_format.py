@@ -68,7 +68,8 @@ class AnsweredLine(msgspec.Struct, frozen=True):
 
     custom_id: str
     url: Url
-    model: str
+    model: str | None
+    """None in a line without one, which any model answers."""
     num_top: int | None = None
     """For how many of the most likely tokens the answer has log-probabilities; -1: all. None: it has none at all."""
     aliases: Mapping[str, str] = {}
@@ -95,9 +96,10 @@ def parse_line(raw: bytes, defaults: Mapping[str, Any] | None = None) -> tuple[A
     if url is None:
         raise InvalidRequest("url", f"must be one of {', '.join(URLS)}, got {shown(line.url)}")
     model = line.body.get("model")
-    if type(model) is not str or not model:
+    if model is not None and (type(model) is not str or not model):
         raise InvalidRequest("model", f"must be the name of the model, got {shown(model)}")
-    gaps = {name: value for name, value in (defaults or {}).items() if line.body.get(name) is None}
+    given = {_ALIASES.get(name, name) for name, value in line.body.items() if value is not None}
+    gaps = {name: value for name, value in (defaults or {}).items() if name not in given}
     request = to_request(url, {**line.body, **gaps})
     return AnsweredLine(line.custom_id, url, model, request.sampling.logprobs, _aliases(url, line.body)), request
 
@@ -249,7 +251,7 @@ def _result(line: AnsweredLine, job: Job) -> dict[str, Any]:
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{job.id}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": (job.timings.ended_ms or job.timings.created_ms) // 1000,
-        "model": line.model,
+        "model": line.model or "",
         "choices": choices,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,

@@ -152,7 +152,7 @@ _UNKNOWN_TO_A_SENTINEL = re.compile(r"unknown command ['`](EVALSHA|HGET|HMGET|SC
 
 _READ_ONLY = "is a read-only replica: give the URL of the primary, or wait for the failover to end"
 
-_OUT_OF_MEMORY = "is out of memory: raise maxmemory, or wait until results expire"
+_OUT_OF_MEMORY = "is out of memory: raise maxmemory, or delete jobs that have ended: millrace delete"
 
 _Errors: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 

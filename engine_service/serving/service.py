@@ -116,10 +116,16 @@ class Service:
 
     # --- the loop ---
 
-    def serve(self) -> None:
-        """Run the engine loop until `drain`."""
+    def serve(self, idle_limit_s: float | None = None) -> None:
+        """Run the engine loop until `drain`, or until there was no job for `idle_limit_s`."""
+        last_job_s = time.monotonic()
         while not self._engine.is_draining:
             self._run_once()
+            if self._jobs.served or self._jobs.pending:
+                last_job_s = time.monotonic()
+            elif idle_limit_s is not None and time.monotonic() > last_job_s + idle_limit_s:
+                logger.info("there was no job for %g s", idle_limit_s)
+                self._engine.begin_drain()
 
     def finish_running(self, grace_s: float) -> None:
         """Release the jobs that have not started, and run the others for at most this time."""

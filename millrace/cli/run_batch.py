@@ -8,13 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError, sigterm_interrupts
 from millrace.cli.options import Verbs, add_verb
 from millrace.cli.output import CUT, remark
 from millrace.cli.progress import ProgressReport
-from millrace.cli.values import integer
+from millrace.cli.submit import add_sampling_options
+from millrace.cli.values import TO_CONTEXT, integer
 from millrace.cli.wait_report import WaitReport
 
 if TYPE_CHECKING:
@@ -25,16 +26,32 @@ if TYPE_CHECKING:
 MAX_OPEN = 10_000
 """Jobs of a run that are in the queue at a time: more than the engines of a large service run at once."""
 
-_EPILOG = """The answers come in the order in which they are ready. If the command ends early for whatever reason, run it
-again: it continues, and no line is missing or doubled. The exit status is 4 at such an end, and 1 if the output is complete
-and a line was refused or has failed."""
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters that are options for all lines."""
+_EPILOG = """The answers come in the order in which they are ready, and are brought into the order of the input at the end.
+If the command ends early for whatever reason, run it again: it continues, and no line is missing or doubled. The exit
+status is 4 at such an end, and 1 if the output is complete and a line was refused or has failed."""
 
 
 def add_parsers(verbs: Verbs) -> None:
     parser = add_verb(verbs, "run-batch", run, "answer a file of requests in OpenAI's batch format", epilog=_EPILOG)
-    parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one JSON per line")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a new file for the answers")
+    requests_help = "requests, one JSON per line; may be compressed by gzip"
+    parser.add_argument(
+        *("-i", "--input", "--input-file"), type=Path, required=True, metavar="FILE", help=requests_help
+    )
+    parser.add_argument(
+        *("-o", "--output", "--output-file"), type=Path, required=True, metavar="FILE", help="a file for the answers"
+    )
+    retry_help = "answer the lines again that have failed or were refused in a complete output"
+    parser.add_argument("--retry-failed", action="store_true", help=retry_help)
     parser.add_argument("--model", metavar="DIR_OR_ID", help="start a private Redis, and an engine with this model")
+    parser.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="SOURCE",
+        help="where sampling parameters come from that neither a line nor an option gives: auto (the "
+        "generation_config.json of --model), a model's directory, or vllm (nowhere)",
+    )
     parser.add_argument("--tenant", metavar="NAME", help="the account that the jobs belong to")
     parser.add_argument(
         "--priority", type=integer, metavar="N", help="priority of lines without one; lower numbers first"
@@ -42,6 +59,7 @@ def add_parsers(verbs: Verbs) -> None:
     parser.add_argument(
         "engine_options", nargs="*", metavar="-- OPTION", help="with --model: options of `millrace serve`"
     )
+    add_sampling_options(parser, _SAMPLING)
     _explain_engine_options(parser)
 
 
@@ -77,12 +95,17 @@ def run(args: argparse.Namespace) -> int:
     from millrace.cli.submit_file import check_options
     from millrace.results.waiting import counted_noun
 
-    options = {name: each for name in ("tenant", "priority") if (each := getattr(args, name)) is not None}
+    options = {name: each for name in ("tenant", "priority", *_SAMPLING) if (each := getattr(args, name)) is not None}
+    if options.get("max_tokens") == TO_CONTEXT:
+        raise CommandError("--max-tokens: must be a number", INVALID)
     check_options(options)
     source = read_input(args.input)
     with sigterm_interrupts(), OutputFile(args.output, source, options) as output:
+        if args.retry_failed:
+            output.retry_failed()
         if output.num_written < source.num_lines:
-            run_ = _Run(output, source.num_lines, options, has_own_queue=bool(args.model))
+            defaults = {**_generation_config(args), **options}
+            run_ = _Run(output, source.num_lines, defaults, has_own_queue=bool(args.model))
             cancel = "" if args.model else f"; to cancel its jobs: millrace cancel --batch {output.batch}"
             with _continuable(output, source.num_lines, cancel), _service(args) as (redis_url, check):
                 run_.answer(source.lines(), redis_url, args.queue, check)
@@ -92,6 +115,33 @@ def run(args: argparse.Namespace) -> int:
             remark(f"{output.num_cut:,} of {num_lines}: {CUT}")
         remark(f"{args.output}: {num_lines}{_failures(output)}")
         return OTHER if output.num_failed else OK
+
+
+def _generation_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters of the model's generation_config.json. Raises CommandError if they are not valid."""
+    from millrace.cli.serve import require_engine
+    from millrace.engine_service.errors import ConfigurationError
+    from millrace.engine_service.model_files import default_sampling, resolve_model
+    from millrace.producer import InvalidRequest, SamplingParams
+
+    source, revision = args.generation_config, None
+    try:
+        if source == "auto" and args.model:
+            require_engine()
+            from millrace.engine_service.config import parse
+
+            config = parse(["--model", args.model, *args.engine_options])
+            source, revision = config.model, config.revision
+        if source in ("auto", "vllm"):
+            return {}
+        found = default_sampling(resolve_model(source, revision))
+        SamplingParams(**found)
+    except ConfigurationError as error:
+        raise CommandError(str(error), INVALID) from error
+    except InvalidRequest as error:
+        rule = "correct it, or leave it out with --generation-config vllm"
+        raise CommandError(f"{source}: generation_config.json is not valid: {error}; {rule}", INVALID) from error
+    return found
 
 
 def _failures(output: OutputFile) -> str:
@@ -149,15 +199,13 @@ def _service(args: argparse.Namespace) -> Iterator[tuple[str | None, Callable[[]
 class _Run:
     """Submits what the output lacks, and writes the answers."""
 
-    def __init__(
-        self, output: OutputFile, num_lines: int, options: dict[str, str | int], *, has_own_queue: bool
-    ) -> None:
-        """`options`: the tenant of all jobs, and the priority of those whose lines have none, as far as they are given.
+    def __init__(self, output: OutputFile, num_lines: int, defaults: dict[str, Any], *, has_own_queue: bool) -> None:
+        """`defaults`: the tenant of all jobs, and fields for lines that lack them, as far as they are given.
         `has_own_queue`: whether the queue, with its jobs, is gone at the end of this command."""
         self._output = output
         self._has_own_queue = has_own_queue
-        self._tenant = {name: value for name, value in options.items() if name == "tenant"}
-        self._defaults = {name: value for name, value in options.items() if name == "priority"}
+        self._tenant = {name: value for name, value in defaults.items() if name == "tenant"}
+        self._defaults = {name: value for name, value in defaults.items() if name != "tenant"}
         self._open: dict[str, AnsweredLine] = {}
         """By line id: the lines whose jobs are in the queue."""
         self._progress = ProgressReport(

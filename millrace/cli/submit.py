@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from millrace.cli.exits import INVALID, OK, CommandError
@@ -135,6 +135,12 @@ def _add_group(parser: argparse.ArgumentParser, title: str, options: dict[str, _
             action = "append" if option in _REPEATED else "store"
             group.add_argument(option, dest=dest, type=kind, metavar=metavar, action=action, help=text)
     return group
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Add the options that set these fields of a request."""
+    known = {_field(option[0]): option for option in _SAMPLING}
+    _add_group(parser, "sampling parameters of lines that lack them", {name: known[name] for name in names})
 
 
 def run(args: argparse.Namespace) -> int:

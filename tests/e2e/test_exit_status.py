@@ -144,6 +144,14 @@ def test_an_engine_whose_model_changes_while_it_is_read_ends_and_may_be_started_
     assert launch(model=model).wait_until_serving().terminate() == 0
 
 
+def test_an_engine_ends_after_its_time_without_a_job(launch: StartEngine, client: Client) -> None:
+    job_id = client.submit(prompt="3 + 4 =", max_tokens=4, temperature=0.0)
+    engine = launch("--exit-when-idle", "0.3")
+    assert engine.process.wait(LIMIT_S) == 0
+    assert "there was no job for 0.3 s" in engine.text() and "Traceback" not in engine.text()
+    assert client.get(job_id).text == " 7"
+
+
 def test_every_status_is_in_the_help_and_in_the_readme() -> None:
     table = DEPLOYMENT.split("## Exit statuses")[1].split("## Metrics")[0]
     help_text = " ".join(python("-m", "millrace", "serve", "--help").out.split("Exit status:")[1].split())

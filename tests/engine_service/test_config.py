@@ -31,6 +31,7 @@ OPTIONS = [field.name for field in msgspec.structs.fields(ServeConfig)]
         (("--max-num-seq", "5"), r"unrecognized arguments: --max-num-seq 5; did you mean --max-num-seqs\?; see "),
         (("--max_model_len=5",), r"unrecognized arguments: .*; did you mean --max-model-len\?; see "),
         (("--enable-prefix-caching",), r"unrecognized arguments: --enable-prefix-caching; see "),
+        (("--data-parallel-size", "2"), r"unrecognized arguments: --data-parallel-size 2: start that many engines; "),
         (("org/name", "-x"), r"unrecognized arguments: org/name -x; did you mean --model org/name\?; see "),
         (("--heartbeat", "nan"), r"heartbeat: must be 0\.2 to 604800, got nan"),
         (("--heartbeat", "inf"), r"heartbeat: must be "),

@@ -39,6 +39,16 @@ def test_a_completion_has_openais_defaults_and_names() -> None:
     )
 
 
+def test_defaults_fill_the_gaps_of_a_line_which_needs_no_model() -> None:
+    body = {"messages": MESSAGES, "top_p": None, "max_completion_tokens": 5, "temperature": 0}
+    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
+    defaults = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 50}
+    answered, request = parse_line(msgspec.json.encode(line), defaults)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0, 0.9, 5)
+    assert (answered.model, request.model) == (None, None)
+
+
 def test_a_chat_generates_to_the_end_of_the_context_unless_it_says_otherwise() -> None:
     assert parsed(CHAT, {"messages": MESSAGES}) == GenerationRequest(
         messages=MESSAGES, model="m", sampling=SamplingParams(max_tokens=None)
@@ -127,7 +137,7 @@ def test_no_field_of_openais_types_is_taken_and_ignored(url: str, kind: Any) -> 
         (COMPLETIONS, {"prompt": [1], "prompt_token_ids": [1]}, "prompt_token_ids"),
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": "p", "temperature": "hot"}, "temperature"),
-        (COMPLETIONS, {"prompt": "p", "model": None}, "model"),
+        (COMPLETIONS, {"prompt": "p", "model": 7}, "model"),
         (COMPLETIONS, {"prompt": "p", "id": "mine"}, "id"),
         ("/v1/embeddings", {"input": "p"}, "url"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import random
@@ -133,11 +134,10 @@ def test_an_engine_of_its_own_that_waits_for_a_gpu_is_shown(
         process.communicate()
 
 
-def test_a_model_that_is_not_there_ends_the_command_with_the_engines_reason(files: Files) -> None:
+def test_a_model_that_is_not_there_ends_the_command(files: Files) -> None:
     files.write([call("a")])
     ran = run_main("run-batch", *files.arguments, "--model", "/nowhere")
     assert ran.status == INVALID
-    assert "the engine ended with status 2" in ran.err
     assert "/nowhere" in ran.err
     assert not files.output.exists() and not files.state.exists()
 
@@ -155,9 +155,10 @@ def test_a_run_that_ended_before_any_job_may_begin_with_another_input(
     with answering(engine):
         assert millrace("run-batch", *files.arguments).status == OK
     assert files.statuses() == {"b": 200}
+    files.output.write_text('{"id": "run-other-1"}\n')
     files.state.touch()  # beside an output that it does not describe
     assert "out.jsonl.state: is damaged" in millrace("run-batch", *files.arguments).err
-    assert files.statuses() == {"b": 200}
+    assert files.output.read_text() == '{"id": "run-other-1"}\n'
 
 
 def test_a_state_that_its_process_is_about_to_remove_is_not_taken(
@@ -188,7 +189,7 @@ def test_the_documented_programs_convert_a_table(
     millrace: Command, engine: EngineByHand, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    to_lines, to_table, ordered = re.findall(r"^```py\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    to_lines, to_table = re.findall(r"^```py\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
     Path("rows.csv").write_text('id,text\n7,"3 + 4, ="\nb,"a ""quoted""\ntext"\nc,é\n', encoding="utf-8")
     exec(to_lines, {})
     with started(*millrace.line("run-batch", *files.arguments)) as process:
@@ -198,14 +199,12 @@ def test_the_documented_programs_convert_a_table(
         engine.finish(first, "one, two")
         assert process.wait() == OTHER
     exec(to_table, {})
-    exec(ordered, {})
     assert list(csv.reader(StringIO(Path("answers.csv").read_text(encoding="utf-8")))) == [
         ["id", "text", "answer"],
         ["7", "3 + 4, =", "one, two"],
         ["b", 'a "quoted"\ntext', ""],
         ["c", "é", "three"],
     ]
-    assert [json.loads(line)["custom_id"] for line in Path("ordered.jsonl").read_text().splitlines()] == ["7", "b", "c"]
 
 
 def test_each_line_of_the_input_has_one_line_in_the_output(
@@ -215,8 +214,70 @@ def test_each_line_of_the_input_has_one_line_in_the_output(
     with answering(engine):
         ran = millrace("run-batch", *files.arguments)
     assert (ran.status, ran.out) == (OK, ""), ran.err
-    assert files.statuses() == {f"c{i}": 200 for i in range(600)}
-    assert len(files.answers()) == 600
+    assert [each["custom_id"] for each in files.answers()] == [f"c{i}" for i in range(600)]
+    assert set(files.statuses().values()) == {200}
+
+
+def test_a_complete_output_is_known_by_the_same_command_only(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
+    files.write([call("a"), call("b")])
+    with answering(engine):
+        assert millrace("run-batch", *files.arguments).status == OK
+    before = files.output.read_bytes()
+    again = millrace("run-batch", *files.arguments)
+    assert (again.status, again.err) == (OK, f"millrace: {files.output}: 2 lines\n")
+    hot = millrace("run-batch", *files.arguments, "--temperature", "0.5")
+    files.write([call("a"), call("b", max_tokens=3)])
+    for other in (hot, millrace("run-batch", *files.arguments)):
+        assert other.status == INVALID and "is not the output of this input with these options" in other.err
+    assert files.output.read_bytes() == before and not files.state.exists()
+
+
+def test_the_failed_lines_of_a_complete_output_are_answered_again(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
+    files.write([call("a"), call("refused", max_tokens=0), call("b"), call("c")])
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        for job in claim(engine, 3):
+            if job.job_id.endswith("-1"):
+                engine.finish(job, "first")
+            else:
+                engine.fail(job, "no luck")
+        process.communicate()
+    assert process.returncode == OTHER
+    assert list(files.statuses().items()) == [("a", 200), ("refused", 400), ("b", 500), ("c", 500)]
+    kept = files.answers()[0]
+    with answering(engine):
+        ran = millrace("run-batch", *files.arguments, "--retry-failed")
+    assert ran.status == OTHER and "1 of them refused or failed; the first is line 2" in ran.err
+    assert list(files.statuses().items()) == [("a", 200), ("refused", 400), ("b", 200), ("c", 200)]
+    assert files.answers()[0] == kept and not files.state.exists()
+    assert millrace("run-batch", *files.arguments).status == OTHER  # it is still the output of this input
+
+
+def test_options_and_the_models_configuration_fill_the_gaps_of_lines(
+    millrace: Command, engine: EngineByHand, files: Files, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 30}')
+    files.input.write_bytes(
+        gzip.compress(b"".join(json.dumps(line).encode() + b"\n" for line in (call("a"), call("b", temperature=0))))
+    )
+    options = ("--generation-config", str(tmp_path), "--top-k", "5")
+    with started(*millrace.line("run-batch", *files.arguments, *options)) as process:
+        jobs = claim(engine, 2)
+        for job in jobs:
+            engine.finish(job, "text")
+        process.communicate()
+    sampling = [json.loads(job.body) for job in sorted(jobs, key=lambda job: job.job_id)]
+    found = [(each["temperature"], each["top_k"], each["max_tokens"]) for each in sampling]
+    assert found == [(0.6, 5, 30), (0, 5, 30)]
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    files.write([call("other")])
+    files.output.unlink()
+    refused = millrace("run-batch", *files.arguments, *options)
+    assert refused.status == INVALID and "generation_config.json is not valid: temperature: must be" in refused.err
 
 
 def test_texts_that_a_limit_has_cut_are_counted(millrace: Command, engine: EngineByHand, files: Files) -> None:
@@ -429,7 +490,7 @@ def test_files_that_cannot_be_used_are_named(millrace: Command, files: Files, tm
     for output, message in (
         (same, "is the input"),
         (files.input, "is the input"),
-        (before, "exists already: it is the complete output of a run, or another file; name another file"),
+        (before, "exists already, and is not the output of this input with these options; name another file"),
         (tmp_path, "has to be a regular file"),
         (tmp_path / "no" / "out.jsonl", f"out.jsonl: there is no directory {tmp_path / 'no'}"),
     ):
