@@ -214,6 +214,7 @@ class _Serving:
             Output(self._writer.put, model_fingerprint),
             self._writer,
             prefixes=prefixes if config.enable_prefix_caching else None,
+            is_held=self.leases.holds,
             on_over=self.leases.drop,
             on_sleep_change=self.leases.beat_soon,
         )

@@ -241,7 +241,10 @@ class Intake:
     # --- signals ---
 
     def _receive_signal(self, queue: JobQueue, *, include_wake: bool = False) -> None:
-        match queue.wait_for_signal(self._leases.engine_id, _BLOCK_S, include_wake=include_wake):
+        signal = queue.wait_for_signal(self._leases.engine_id, _BLOCK_S, include_wake=include_wake)
+        if isinstance(signal, Signal):
+            self._leases.wait_for_claim()  # which may bring the job of this signal
+        match signal:
             case Signal(kind="cancel", job_id=job_id):
                 self._post(Abort(job_id, "cancelled"))
             case Signal(kind="expire", job_id=job_id):

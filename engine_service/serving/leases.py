@@ -149,6 +149,16 @@ class Leases:
                 self._held.update((job.job_id, job.lease) for job in claim.jobs)
             return claim
 
+    def holds(self, job_id: JobId) -> bool:
+        """Return whether the table has a lease of this job."""
+        with self._table:
+            return job_id in self._held
+
+    def wait_for_claim(self) -> None:
+        """Wait until the leases of a claim that runs now are in the table."""
+        with self._calls:
+            pass
+
     def drop(self, job_id: JobId, lease: Lease) -> None:
         """Forget a lease: its last write is pending, or another engine has the job."""
         with self._table:

@@ -53,18 +53,24 @@ class Service:
         writer: Writer,
         *,
         prefixes: CachedPrefixes | None = None,
+        is_held: Callable[[JobId], bool],
         on_over: Callable[[JobId, Lease], None],
         on_sleep_change: Callable[[], None],
     ) -> None:
-        """`on_over` is called with each lease that this engine needs no longer, `on_sleep_change` after it has fallen asleep
-        or woken up. `prefixes` gets the prompts of the jobs that start."""
+        """`is_held` tells whether this engine has a lease of a job. `on_over` is called with each lease that this engine needs
+        no longer, `on_sleep_change` after it has fallen asleep or woken up. `prefixes` gets the prompts of the jobs that start.
+        """
         self._engine = engine
         self._capacity = capacity
         self._output = output
         self._writer = writer
         self._prefixes = prefixes
         self._on_sleep_change = on_sleep_change
-        self._jobs = JobTable(capacity, on_over)
+        self._on_over = on_over
+        self._is_held = is_held
+        self._jobs = JobTable(capacity, self._forget)
+        self._early: dict[JobId, Abort | Watch] = {}
+        """What came for jobs that are on their way from the claim to this loop."""
         self._events: queue.SimpleQueue[EngineEvent | None] = queue.SimpleQueue()
         self._is_drain_urgent = False
         self._lost: list[JobId] = []
@@ -276,6 +282,8 @@ class Service:
         self._jobs.add_pending(job)
         if self._capacity.is_shut:  # claimed while the engine fell asleep
             self._release_pending()
+        elif isinstance(early := self._early.get(job.claimed.job_id), Abort):
+            self._abort(early.job_id, early.state)
 
     def _start(self, job: ServedJob) -> None:
         self._drop_lost(job.job_id, lease=None)
@@ -291,6 +299,8 @@ class Service:
             for generation in job.generations:  # in this order: the first one computes the prompt that all share
                 if generation.finish_reason is None:
                     self._engine.add(generation)
+        if (early := self._early.pop(job.job_id, None)) is not None:
+            self._handle([early])
 
     def _has_begun(self, job: ServedJob) -> bool:
         """Record in Redis that a job which runs alone begins: from then on a death of this engine counts against the job.
@@ -315,12 +325,20 @@ class Service:
         elif (pending := self._jobs.pending.get(job_id)) is not None:
             self._output.give_back(pending.claimed)  # the queue ends a job that is cancelled or expired
             self._jobs.withdraw(pending, state)
+        elif self._is_held(job_id):
+            self._early[job_id] = Abort(job_id, state)
 
     def _watch(self, job_id: JobId) -> None:
         job = self._jobs.served.get(job_id)
         if job is not None and not job.is_watched:
             job.watch()
             self._output.save(job, time.monotonic())
+        elif job is None and self._is_held(job_id):
+            self._early.setdefault(job_id, Watch(job_id))
+
+    def _forget(self, job_id: JobId, lease: Lease) -> None:
+        self._early.pop(job_id, None)
+        self._on_over(job_id, lease)
 
     def _drop_lost(self, job_id: JobId, lease: Lease | None) -> None:
         """Drop a job and write nothing. `lease` is the lost one; None: whichever is held."""

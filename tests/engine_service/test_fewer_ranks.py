@@ -40,7 +40,8 @@ def test_a_job_that_fits_no_more_goes_back_and_waits_for_a_larger_engine(
     engine.scheduler.replace_pool(BlockPool(8, KVLayout(4)))  # as when ranks do not come back
     writer, capacity = Writer(queue, on_stale=print), Capacity(8, 28)
     capacity.open(claimed.cost, is_alone=False)
-    service = Service(engine, capacity, Output(writer.put, FINGERPRINT), writer, on_over=print, on_sleep_change=print)
+    output = Output(writer.put, FINGERPRINT)
+    service = Service(engine, capacity, output, writer, is_held=bool, on_over=print, on_sleep_change=print)
     generation = Generation(make_sequence(1, 5, 100), TextRules(is_text_wanted=False), tokenizer=None)
     service.post(Arrived(ServedJob(claimed, [generation], due_s=0.0)))
     service._process_events()

@@ -60,6 +60,7 @@ class Serving:
             self.capacity,
             Output(self.writer.put, FINGERPRINT),
             self.writer,
+            is_held=lambda job_id: True,
             on_over=lambda job_id, lease: self.budgets.append(self.capacity.wait_for_budget(0)),
             on_sleep_change=lambda: None,
         )
@@ -114,6 +115,24 @@ def test_claims_know_what_jobs_need_that_have_arrived_and_what_is_free_when_one_
     serving.run(1)
     assert serving.budgets == [ClaimBudget(6, serving.llm.scheduler.free_tokens)]
     serving.run()
+
+
+def test_what_comes_before_its_job_is_done_when_the_job_is_there(serving: Serving) -> None:
+    """A job is on its way from the claim to the loop while its prompt is tokenized."""
+    for job_id in ("read", "cancelled", "both"):
+        submit(serving.queue, job_id, body=body_of(1, 40))
+    claims = {claimed.job_id: claimed for claimed in (serving.claim(), serving.claim(), serving.claim())}
+    early = [Watch("read"), Abort("cancelled", "cancelled"), Abort("both", "cancelled"), Watch("both")]
+    for event in early:
+        serving.service.post(event)
+    serving.service._process_events()
+    assert serving.start(claims["read"]).is_watched
+    for job_id in ("cancelled", "both"):
+        serving.start(claims[job_id])
+    assert [job.job_id for job in serving.service._jobs.served.values()] == ["read"]
+    serving.run()
+    assert [serving.queue.get(job_id).state for job_id in claims] == ["finished", "cancelled", "cancelled"]
+    assert not serving.service._early
 
 
 @pytest.mark.parametrize("is_watched", [False, True])

@@ -168,7 +168,10 @@ def test_no_step_is_made_while_redis_takes_no_results_and_then_it_goes_on(engine
         writer = Writer(JobQueue(connect(server.url), "q"), lambda job_id, lease: None, max_pending_bytes=1000)
         output = Output(writer.put, FINGERPRINT)
         service = Service(
-            engine, capacity, output, writer, on_over=lambda job_id, lease: None, on_sleep_change=lambda: None
+            *(engine, capacity, output, writer),
+            is_held=lambda job_id: True,
+            on_over=lambda job_id, lease: None,
+            on_sleep_change=lambda: None,
         )
         os.kill(server.pid, signal.SIGSTOP)
         service.post(Arrived(ServedJob(claimed, [generation], due_s=0.0)))

@@ -29,6 +29,7 @@ from millrace.engine_service.text import Tokenizer
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.producer import GenerationRequest
+from millrace.results import commands
 from millrace.results.connection import connect
 from millrace.results.messages import Checkpoint, ClaimedJob, JobId, Lease, Submission
 from millrace.results.writer import Writer
@@ -194,6 +195,7 @@ class Serving:
             self.capacity,
             Output(self.writer.put, FINGERPRINT),
             self.writer,
+            is_held=self.leases.holds,
             on_over=self.leases.drop,
             on_sleep_change=self.leases.beat_soon,
         )
@@ -294,6 +296,18 @@ def test_a_large_job_can_be_cancelled_while_it_is_tokenized(serving: Serving) ->
     assert serving.queue.get("large").state == "cancelled"
     serving.check_accounts()
     assert serving.service.metrics().num_by_outcome["cancelled"] == 1
+
+
+def test_a_large_job_is_live_for_a_reader_that_came_while_it_was_tokenized(serving: Serving) -> None:
+    serving.submit(submission("large", body=LARGE))
+    serving.wait_for_held()
+    serving.queue._transport.send(commands.watch(serving.queue.keys, "large"))
+    wait_until(lambda: "large" in serving.service._early)
+    serving.gate.open()
+    serving.wait_for("large", "finished")
+    assert serving.queue.get("large").token_ids
+    serving.check_accounts()
+    assert not serving.service._early
 
 
 def test_a_large_job_expires_while_it_is_tokenized(serving: Serving, redis_client: redis.Redis) -> None:
