@@ -51,7 +51,7 @@ def change_many(
 
 
 def change_batch(change: Callable[[QueueKeys, str], Command], keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
-    return (yield from change_many(change, keys, (yield from _members(keys, batch))))
+    return (yield from change_many(change, keys, (yield from members(keys, batch))))
 
 
 def cancel_waiting(keys: QueueKeys) -> Call[dict[str, str]]:
@@ -66,15 +66,15 @@ def cancel_waiting(keys: QueueKeys) -> Call[dict[str, str]]:
     return outcomes
 
 
-def _members(keys: QueueKeys, batch: str) -> Call[list[str]]:
-    """Return the ids of a batch's jobs. Raises BatchNotFound."""
+def members(keys: QueueKeys, batch: str) -> Call[list[str]]:
+    """Return the ids of a batch's jobs, also of those whose records have expired. Raises BatchNotFound."""
     arguments.batch(keys, batch)
     job_ids: list[str] = []
-    while members := (yield [commands.batch_members(keys, batch, len(job_ids), CHANGED_JOBS)])[0]:
-        job_ids += replies.decode_list(members)
+    while found := (yield [commands.batch_members(keys, batch, len(job_ids), CHANGED_JOBS)])[0]:
+        job_ids += replies.decode_list(found)
     if not job_ids:
         raise BatchNotFound(batch, keys.queue)
-    return job_ids
+    return list(dict.fromkeys(job_ids))  # one that was deleted and submitted again is there twice
 
 
 class KnownJob(NamedTuple):
@@ -113,7 +113,7 @@ def set_settings(keys: QueueKeys, values: Mapping[str, float | None]) -> Call[No
 
 def batch_jobs(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
     state_by_id: dict[str, str] = {}
-    for ids in batched((yield from _members(keys, batch)), CHANGED_JOBS):
+    for ids in batched((yield from members(keys, batch)), CHANGED_JOBS):
         states = yield [commands.state(keys, job_id) for job_id in ids]
         state_by_id |= {job_id: replies.text(state) for job_id, state in zip(ids, states, strict=True) if state}
     return state_by_id

@@ -101,6 +101,8 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     expired: int
     eta_s: float | None
     """Seconds until all have ended, at the pace of the last completions while jobs waited; None without any."""
+    redriven: int = 0
+    """Those of the failed, cancelled and expired jobs that were run again. Their redrives are counted too."""
 
     @property
     def total(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -168,8 +169,12 @@ class CompletionFollower:
     The feed is capped, so the states of the missing jobs are read again every REREAD_INTERVAL_S.
     """
 
-    def __init__(self, keys: QueueKeys, job_ids: Iterable[str], timeout_s: float | None) -> None:
+    def __init__(
+        self, keys: QueueKeys, job_ids: Iterable[str], timeout_s: float | None, *, skips_unknown: bool = False
+    ) -> None:
+        """`skips_unknown`: an unknown job counts as one that has ended, instead of JobNotFound."""
         self._keys = keys
+        self._skips_unknown = skips_unknown
         self._missing = dict.fromkeys(job_ids)
         self._num_jobs = len(self._missing)
         self._deadline = Deadline(timeout_s)
@@ -189,25 +194,29 @@ class CompletionFollower:
     def add(self, job_ids: Sequence[str]) -> None:
         """Follow more jobs. They may have ended already."""
         self._missing.update(dict.fromkeys(job_ids))
+        self._num_jobs += len(job_ids)
         self._unread += job_ids
 
-    def next_ended(self) -> Call[list[str]]:
-        """Return ids that have ended, none if nothing happens for some seconds. Raises JobNotFound for an unknown id, and
-        WaitTimeout."""
+    def limit(self, timeout_s: float | None) -> None:
+        """Raise WaitTimeout when this time is over, from now on."""
+        self._deadline = Deadline(timeout_s)
+
+    def next_ended(self, most_s: float = math.inf) -> Call[list[str]]:
+        """Return ids that have ended, none if nothing happens for `most_s` or some seconds. Raises JobNotFound for an
+        unknown id, and WaitTimeout."""
         if self._last_id is None:
             last_entry = (yield [commands.last_entry(self._keys.done)])[0]
             self._last_id = last_entry[0][0].decode() if last_entry else START
         if not self._unread and time.monotonic() >= self._next_reread_s:
             self._unread = list(self._missing)
             self._next_reread_s = time.monotonic() + REREAD_INTERVAL_S
-        if self._unread:
-            states = yield [commands.state(self._keys, job_id) for job_id in self._unread[:MAX_STATES]]
-            return self._take_states(states)
-        if block_ms := self._deadline.block_ms():
-            feed = yield [commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, block_ms)]
-            if entries := replies.stream_entries(feed[0]):
+        look = [commands.state(self._keys, job_id) for job_id in self._unread[:MAX_STATES]]
+        if look or self._deadline.block_ms():
+            block_ms = None if look else int(min(self._deadline.block_ms(), most_s * 1000))
+            *states, feed = yield [*look, commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, block_ms)]
+            if entries := replies.stream_entries(feed):
                 self._last_id = entries[-1][0].decode()
-            return self._take_ended([fields[b"id"].decode() for _, fields in entries])
+            return self._take_states(states) + self._take_ended(fields[b"id"].decode() for _, fields in entries)
         stats = yield [commands.stats(self._keys)]
         reason = describe_obstacle(replies.queue_stats(stats[0]), self._keys.queue)
         what = f"only {self._num_jobs - len(self._missing)} of {self._num_jobs} jobs have ended"
@@ -217,9 +226,9 @@ class CompletionFollower:
         read, self._unread = self._unread[: len(states)], self._unread[len(states) :]
         ended = []
         for job_id, state in zip(read, states, strict=True):
-            if state is None and job_id in self._missing:
+            if state is None and job_id in self._missing and not self._skips_unknown:
                 raise JobNotFound(job_id, self._keys.queue)
-            if replies.is_terminal(state):
+            if state is None or replies.is_terminal(state):
                 ended.append(job_id)
         return self._take_ended(ended)
 

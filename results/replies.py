@@ -127,10 +127,10 @@ def batch_status(batch: str, queue: str, reply: list[int] | None) -> BatchStatus
     """Return the counts of a batch. Raises BatchNotFound."""
     if reply is None:
         raise BatchNotFound(batch, queue)
-    *counts, eta_ms = reply
-    names = BatchStatus.__struct_fields__[1:-1]
+    *counts, eta_ms, redriven = reply
+    names = BatchStatus.__struct_fields__[1:-2]
     eta_s = None if eta_ms < 0 else eta_ms / 1000
-    return BatchStatus(batch=batch, **dict(zip(names, counts, strict=True)), eta_s=eta_s)
+    return BatchStatus(batch=batch, **dict(zip(names, counts, strict=True)), eta_s=eta_s, redriven=redriven)
 
 
 def rejected_entries(reply: list[Entry]) -> list[RejectedEntry]:

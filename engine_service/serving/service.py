@@ -57,8 +57,8 @@ class Service:
         on_over: Callable[[JobId, Lease], None],
         on_sleep_change: Callable[[], None],
     ) -> None:
-        """`is_held` tells whether this engine has a lease of a job. `on_over` is called with each lease that this engine needs
-        no longer, `on_sleep_change` after it has fallen asleep or woken up. `prefixes` gets the prompts of the jobs that start.
+        """`is_held` tells whether this engine has a lease of a job. `on_over` is called with each lease that it needs no
+        longer, `on_sleep_change` after it has fallen asleep or woken up. `prefixes` gets the prompts of the jobs that start.
         """
         self._engine = engine
         self._capacity = capacity

@@ -57,6 +57,7 @@ def add_parsers(verbs: Verbs) -> None:
 
     ls = add_verb(verbs, "ls", run_ls, "list jobs: running, next to start, and last ended")
     ls.add_argument("--state", choices=_STATES, help="only jobs in this state; of the last 10,000 that ended")
+    ls.add_argument("--batch", metavar="NAME", help="only jobs of this batch, all that have a record")
     ls.add_argument("--rejected", action="store_true", help="inbox entries that could not become jobs, the last first")
     ls.add_argument("--limit", type=counted, default=50, metavar="N", help="list at most N jobs (default: %(default)s)")
     add_json(ls)
@@ -184,8 +185,8 @@ def _list_rejected(args: argparse.Namespace) -> int:
     from millrace.results.errors import one_line
     from millrace.results.waiting import duration
 
-    if args.state:
-        raise CommandError("ls: --rejected cannot be combined with --state", INVALID)
+    if args.state or args.batch:
+        raise CommandError("ls: --rejected cannot be combined with --state or --batch", INVALID)
     with open_client(args) as client:
         entries = client.list_rejected(args.limit)
     if args.json:
@@ -205,6 +206,11 @@ def _age_s(time_ms: int) -> float:
 
 
 def _list_jobs(client: Client, args: argparse.Namespace) -> list[Job]:
+    if args.batch:
+        states = client.batch_jobs(args.batch)
+        ids = sorted(states, key=lambda job_id: _STATES.index(states[job_id]))
+        shown = [job_id for job_id in ids if args.state in (None, states[job_id])]
+        return [client.get(job_id) for job_id in shown[: args.limit]]
     if args.state:
         return client.list_jobs(args.state, args.limit)
     jobs: dict[str, Job] = {}

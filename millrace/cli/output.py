@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError
@@ -18,6 +18,8 @@ CUT = "cut at the limit of tokens: max_tokens, or the context of the model"
 _CLEAR_LINE = "\r\x1b[K"
 _MIN_FOLDED = 12
 """Least characters of a table's last column. A terminal with less space folds whole lines."""
+_SHOWN_REMARKS = 20
+"""Remarks of one kind that are printed."""
 _CONTROLS = [
     *(code for code in range(0x20) if chr(code) not in "\n\t"),  # C0
     *range(0x7F, 0xA0),  # DEL, C1
@@ -152,6 +154,25 @@ def remark(message: str) -> None:
     print(f"millrace: {one_line(message, 480)}", file=sys.stderr, flush=True)
 
 
+class Remarks:
+    """Prints the first of many remarks of one kind, and counts them."""
+
+    def __init__(self, what: str) -> None:
+        """`what` is said of the others, such as "lines are refused"."""
+        self._what = what
+        self.count = 0
+
+    def add(self, message: str) -> None:
+        self.count += 1
+        if self.count <= _SHOWN_REMARKS:
+            remark(message)
+
+    def end(self) -> None:
+        """Print how many more there were."""
+        if self.count > _SHOWN_REMARKS:
+            remark(f"and {self.count - _SHOWN_REMARKS:,} more {self._what}")
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, must_cut: bool = False) -> None:
     """Print aligned columns on a terminal, otherwise tab-separated lines without headings.
 
@@ -194,10 +215,18 @@ def remark_on_redrives(num_jobs: int) -> None:
         remark(f"left out: {num_jobs} jobs that were run again, since their new jobs belong to the batch too")
 
 
-def report_failure(job: Job) -> int:
-    """Return the exit status for a job that has ended. If it did not finish, print why on stderr."""
+def remark_on_lost(num_jobs: int, total: int) -> int:
+    """Report how many jobs of a batch are unknown. Return the exit status."""
+    if not num_jobs:
+        return OK
+    remark(f"{num_jobs} of {total} jobs of the batch have expired or were deleted")
+    return OTHER
+
+
+def report_failure(job: Job, report: Callable[[str], None] = remark) -> int:
+    """Return the exit status for a job that has ended. If it did not finish, report why."""
     if job.state == "finished" and job.has_result:
         return OK
     why = f": {job.error.message}" if job.error else "" if job.has_result else ": its result has expired"
-    remark(f"{job.id}: {job.state}{why}")
+    report(f"{job.id}: {job.state}{why}")
     return OTHER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,24 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 REPORT_INTERVAL_S = 10.0
+_RECENT_S = 60.0
+"""A rate is that of this time, or of a longer one if too little was done in it."""
+_MIN_COUNT, _MIN_SHARE = 10, 0.01
 
 
 class ProgressReport:
     """Shows how many of some things are done. A context."""
 
-    def __init__(self, total: int, what: str, done: str, num_before: int = 0, *, is_shown: bool | None = None) -> None:
-        """what, done: such as "jobs" and "ended". `is_shown`: whether there is a bar, see `progress_bar`."""
-        self._total, self._what, self._done, self._num_before = total, what, done, num_before
-        self._began_s = self._reported_s = time.monotonic()
+    def __init__(
+        self, total: int | None, what: str, done: str, num_before: int = 0, *, is_shown: bool | None = None
+    ) -> None:
+        """`total` None: not known yet. what, done: such as "jobs" and "ended". `is_shown`: whether there is a bar, see
+        `progress_bar`."""
+        self.total = total
+        self._what, self._done = what, done
+        self._reported_s = time.monotonic()
+        self._reports: deque[tuple[float, int]] = deque()
+        """When the last ones were made, and what was done then: the rate is that since the first of them."""
         self._bar = progress_bar(is_shown=is_shown)
         self._task = self._bar.add_task(done, total=total, completed=num_before)
 
@@ -34,15 +44,30 @@ class ProgressReport:
     def show(self, num_done: int) -> None:
         from millrace.results.waiting import duration
 
-        self._bar.update(self._task, completed=num_done)
+        self._bar.update(self._task, completed=num_done, total=self.total)
         now_s = time.monotonic()
-        if now_s >= self._reported_s + REPORT_INTERVAL_S and not sys.stderr.isatty():
-            self._reported_s = now_s
-            rate = (num_done - self._num_before) / (now_s - self._began_s)
-            left = duration((self._total - num_done) / rate) if rate else "unknown"
-            remark(
-                f"{num_done:,} of {self._total:,} {self._what} {self._done}, {rate:,.2f} {self._what}/s, time left: {left}"
-            )
+        if now_s < self._reported_s + REPORT_INTERVAL_S or sys.stderr.isatty():
+            return
+        self._reported_s = now_s
+        reports = self._reports
+        reports.append((now_s, num_done))
+        while (
+            len(reports) > 1 and reports[1][0] <= now_s - _RECENT_S and _is_basis(num_done - reports[1][1], self.total)
+        ):
+            reports.popleft()
+        began_s, num_before = reports[0]
+        text = f"{num_done:,}{f' of {self.total:,}' if self.total else ''} {self._what} {self._done}"
+        if _is_basis(num_done - num_before, self.total):
+            rate = (num_done - num_before) / (now_s - began_s)
+            text += f", {rate:,.2f} {self._what}/s"
+            if self.total:
+                text += f", time left: {duration((self.total - num_done) / rate)}"
+        remark(text)
+
+
+def _is_basis(count: int, total: int | None) -> bool:
+    """Return whether this number of things is enough to estimate the rate."""
+    return count >= max(_MIN_COUNT, (total or 0) * _MIN_SHARE)
 
 
 def progress_bar(*, is_shown: bool | None = None) -> Progress:
@@ -72,7 +97,8 @@ def progress_bar(*, is_shown: bool | None = None) -> Progress:
     class TimeLeftColumn(ProgressColumn):
         def render(self, task: Task) -> Text:
             left = "-:--:--"
-            if task.remaining is not None and (per_s := rate(task)):
+            num_done = round(task.completed - task.fields.get("completed_before", task.completed))
+            if task.remaining is not None and _is_basis(num_done, round(task.total or 0)) and (per_s := rate(task)):
                 left = str(timedelta(seconds=round(task.remaining / per_s)))
             return Text(f"left: {left}")
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, OTHER, CommandError
-from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
-from millrace.cli.output import print_job, print_json, print_table, remark, remark_on_redrives
+from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client, open_reconnecting_client
+from millrace.cli.output import print_job, print_json, print_table, remark, remark_on_lost, remark_on_redrives
 from millrace.cli.values import counted
 from millrace.cli.wait_report import warn_if_never_served
 
@@ -162,6 +162,7 @@ def run_batch_status(args: argparse.Namespace) -> int:
         print_json(status)
         return OK
     rows = [(name, str(getattr(status, name))) for name in _BATCH_COUNTS]
+    rows += [("of these run again", str(status.redriven))] if status.redriven else []
     if status.num_open and not obstacle:
         rows.append(("time left", duration(status.eta_s)))
     print_table(("jobs", "count"), rows)
@@ -184,9 +185,10 @@ def run_batch_results(args: argparse.Namespace) -> int:
             num_expired += job.state == "finished" and not job.has_result
             yield job
 
-    with open_client(args) as client:
-        states = client.batch_jobs(args.batch)
-        ended = [job_id for job_id, state in states.items() if state in TERMINAL_STATES]
+    with open_reconnecting_client(args) as client:
+        members = client.batch_members(args.batch)
+        known = client.look_up(members)
+        ended = [job_id for job_id, job in known.items() if job.state in TERMINAL_STATES]
         jobs = results(client.as_completed(ended))
         if args.output:
             _write_jobs(args.output, jobs)
@@ -196,10 +198,10 @@ def run_batch_results(args: argparse.Namespace) -> int:
     remark_on_redrives(num_rerun)
     if num_expired:
         remark(f"{num_expired} of {len(ended)} results have expired: has_result is false, and the text is empty")
-    if len(ended) < len(states):
+    if len(ended) < len(known):
         wait = command_line(args, "wait", "--batch", args.batch)
-        remark(f"{len(states) - len(ended)} of {len(states)} jobs have not ended; to wait for them: {wait}")
-    return OTHER if num_expired else OK
+        remark(f"{len(known) - len(ended)} of {len(known)} jobs have not ended; to wait for them: {wait}")
+    return max(OTHER if num_expired else OK, remark_on_lost(len(members) - len(known), len(members)))
 
 
 def _write_jobs(path: str, jobs: Iterable[Job]) -> None:

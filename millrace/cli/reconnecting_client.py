@@ -9,12 +9,12 @@ from itertools import islice
 
 from millrace.cli.output import remark
 from millrace.producer import Client, InvalidRequest
-from millrace.producer.calls import READ_JOBS, KnownJob, batched, get_many, look_up
+from millrace.producer.calls import READ_JOBS, KnownJob, batched, get_many, look_up, members
 from millrace.producer.submitting import command_loads, refused
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
 from millrace.results.durability import Durability, check_confirmed, confirmation
-from millrace.results.errors import QueueError, QueueFull, RedisUnavailable
+from millrace.results.errors import JobNotFound, QueueError, QueueFull, RedisUnavailable
 from millrace.results.job import Job
 from millrace.results.messages import Submission
 from millrace.results.reader import CompletionFollower
@@ -46,6 +46,22 @@ class ReconnectingClient(Client):
     def look_up(self, job_ids: Iterable[str]) -> dict[str, KnownJob]:
         """Return each job that the queue knows, by id."""
         return self._run(look_up(self._keys, job_ids))
+
+    def batch_members(self, batch: str) -> list[str]:
+        """Return the ids of a batch's jobs, also of those whose records have expired. Raises BatchNotFound."""
+        return self._run(members(self._keys, batch))
+
+    def follower(self) -> CompletionFollower:
+        """Return a follower of jobs for `ended`."""
+        return CompletionFollower(self._keys, [], None, skips_unknown=True)
+
+    def ended(self, follower: CompletionFollower, most_s: float = math.inf) -> Iterator[Job | JobNotFound]:
+        """Wait at most `most_s`, or some seconds. Yield the jobs that have ended, and for an unknown one its error."""
+        for some in batched(self._run(follower.next_ended(most_s)), READ_JOBS):
+            found = self._transport.send_many([commands.get(self._keys, job_id) for job_id in some])
+            for job_id, reply in zip(some, found, strict=True):
+                queue = self._keys.queue
+                yield JobNotFound(job_id, queue) if reply is None else replies.job(job_id, queue, reply)
 
     def run_all(
         self, jobs: Iterable[Submission], *, max_open: int, check: Callable[[], None]

@@ -105,7 +105,9 @@ def add_parsers(verbs: Verbs) -> None:
     _add_group(submit, "a chat", {_field(option[0]): option for option in _CHAT})
     place = _add_group(submit, "the job's place in the queue", {_field(option[0]): option for option in _QUEUE})
     place.add_argument(
-        "--batch", metavar="NAME", help="add the jobs to this batch; see `millrace batch status` and `cancel --batch`"
+        "--batch",
+        metavar="NAME",
+        help="add the jobs to this batch (with --file the default is a new one); see `millrace batch status`",
     )
     place.add_argument(
         "--durability",

@@ -1,7 +1,7 @@
-"""`millrace submit --file`: read jobs line by line, submit them in batches, and wait for them with --wait.
+"""`millrace submit --file`: read jobs line by line, submit some at a time, and with --wait print results meanwhile.
 
-An invalid line is reported with its number; the other lines are submitted. Memory holds one batch, the ids that lines have,
-and with --wait all ids.
+An invalid line is reported with its number; the other lines are submitted. Memory holds the lines that are sent together,
+the ids that lines have, and with --wait the ids of the jobs that have not ended.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import select
 import sys
 import time
+import uuid
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -22,10 +23,10 @@ import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.known_jobs import report_known
-from millrace.cli.output import print_fields, remark, stdin
+from millrace.cli.output import Remarks, print_fields, remark, stdin
 from millrace.cli.progress import progress_bar
 from millrace.cli.reconnecting_client import FULL_QUEUE_INTERVAL_S, ReconnectingClient
-from millrace.cli.wait import wait_for_jobs
+from millrace.cli.wait import ResultPrinter
 from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
 from millrace.producer import InvalidRequest
 from millrace.producer.arguments import new_batch
@@ -39,11 +40,11 @@ from millrace.results.replies import Outcome
 from millrace.results.waiting import counted_noun
 
 _BATCH_LINES = 500
-_SHOWN_LINES = 20
-"""Refused lines of which each has its own message."""
 _NO_UTF_8 = (b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
 """How a file of gzip, and one in UTF-16, begins."""
 _PAUSE_S, _MOST_WAIT_S, _BLOCK_BYTES = 0.1, 1.0, 1 << 20
+_LOOK_S = 0.5
+"""How long to wait for results while a pipe pauses: its next line waits that long."""
 
 
 class Line(NamedTuple):
@@ -60,29 +61,29 @@ def submit_file(client: ReconnectingClient, args: argparse.Namespace, options: d
     """
     check_options(options)
     new_batch(args.batch)
-    submission = _Submission(client, args, options)
-    with resumable(submission.hint), _open(args.file) as file, progress_bar() as bar:
-        task = bar.add_task("submitted", total=_count_lines(file))
-        for job_id in submission.submit(_lines(file)):
-            bar.advance(task)
-            if not args.wait:
-                print_fields(id=job_id, as_json=args.json)
-        sys.stdout.flush()
-    if not submission.num_submitted + submission.num_refused:
-        raise CommandError(f"{'stdin' if args.file == '-' else args.file}: the file has no lines", INVALID)
-    report_known(args, submission.known, submission.num_submitted - len(submission.known))
-    if submission.num_repeated:
-        remark(f"lines that repeat an id, and so are no jobs of their own: {submission.num_repeated:,}")
+    printer = ResultPrinter(client, args) if args.wait else None
+    submission = _Submission(client, args, options, printer)
     status = OK
-    if args.wait:
-        how_to_resume = resume_with(args, "wait", "--batch", args.batch) if args.batch else submission.hint()[1]
-        status = wait_for_jobs(client, args, list(submission.job_ids), how_to_resume)
-    else:
-        warn_if_never_served(client, args.queue)
-    if submission.num_refused:
-        if submission.num_refused > _SHOWN_LINES:
-            remark(f"and {submission.num_refused - _SHOWN_LINES:,} more lines are refused")
-        remark(f"jobs submitted: {submission.num_submitted}, lines refused: {submission.num_refused}")
+    with resumable(submission.hint), _open(args.file) as file:
+        if printer:
+            printer.progress.total = _count_lines(file)
+            with printer:
+                for _ in submission.submit(_lines(file)):
+                    pass
+                submission.report()
+                status = printer.finish()
+        else:
+            with progress_bar() as bar:
+                task = bar.add_task("submitted", total=_count_lines(file))
+                for job_id in submission.submit(_lines(file)):
+                    bar.advance(task)
+                    print_fields(id=job_id, as_json=args.json)
+                sys.stdout.flush()
+            submission.report()
+            warn_if_never_served(client, args.queue)
+    if num_refused := submission.refused.count:
+        submission.refused.end()
+        remark(f"jobs submitted: {submission.num_submitted}, lines refused: {num_refused}")
         return INVALID
     return status
 
@@ -98,35 +99,70 @@ def check_options(options: dict[str, Any]) -> None:
 class _Submission:
     """Submits one file, and owns the counts of its lines."""
 
-    def __init__(self, client: ReconnectingClient, args: argparse.Namespace, options: dict[str, Any]) -> None:
-        self._client, self._args, self._options = client, args, options
+    def __init__(
+        self,
+        client: ReconnectingClient,
+        args: argparse.Namespace,
+        options: dict[str, Any],
+        printer: ResultPrinter | None = None,
+    ) -> None:
+        """`printer`: of the results, with --wait."""
+        self._client, self._args, self._options, self._printer = client, args, options, printer
+        self._batch = args.batch or f"submit-{uuid.uuid4().hex[:12]}"
         most_wait_s = (math.inf if args.timeout is None else args.timeout) if args.wait else 0.0
         self._waits_until_s, self._has_waited = time.monotonic() + most_wait_s, False  # for space in a full queue
         self.known: dict[str, KnownJob] = {}
         """The submitted jobs that the queue has had before."""
-        self.job_ids: dict[str, None] = {}
-        """Of the jobs in the queue, without --wait only those that lines have, in the order of their first lines."""
+        self._own_ids: set[str] = set()
+        """Ids that lines of jobs in the queue have."""
         self.num_submitted = 0
         """Jobs in the queue."""
-        self.num_repeated = 0
+        self._num_repeated = 0
         """Lines whose job another line has submitted."""
-        self.num_refused = 0
+        self.refused = Remarks("lines are refused")
         self._last_line = 0
         """Number of the last line that was sent."""
+        self._has_all = False
+        """Whether every line was sent."""
         self._can_repeat = True
         """Whether all lines that were sent have ids of their own, so that the same file can be submitted again."""
 
     def hint(self) -> tuple[str, str]:
-        """Return what is submitted after an interruption, and how to submit the rest."""
+        """Return what is done at an interruption, and how to get the rest."""
         what = f"{counted_noun(self.num_submitted, 'job')} submitted, up to line {self._last_line}"
+        if self._printer:
+            what = self._printer.written() if self._has_all else f"{what}, {self._printer.num_written} results written"
+        how = resume_with(self._args, "wait", "--batch", self._batch)
+        is_all_in_batch = self._has_all and all(job.batch == self._batch for job in self.known.values())
+        if self._printer and is_all_in_batch:
+            return what, how
         if self._can_repeat:
             return what, "the same command resumes"
-        return what, "some lines have no id, so the same command would submit them twice: `millrace ls` shows the jobs"
+        return what, f"some lines have no id, so the same command would submit them twice; {how}"
+
+    def report(self) -> None:
+        """Report after the last line how many jobs are new, and what became of the others. Raises CommandError if there was
+        no line."""
+        self._has_all = True
+        if not self.num_submitted + self.refused.count:
+            raise CommandError(
+                f"{'stdin' if self._args.file == '-' else self._args.file}: the file has no lines", INVALID
+            )
+        report_known(self._args, self.known, self._num_new)
+        if self._num_repeated:
+            remark(f"lines that repeat an id, and so are no jobs of their own: {self._num_repeated:,}")
+
+    @property
+    def _num_new(self) -> int:
+        return self.num_submitted - len(self.known)
 
     def submit(self, texts: Iterable[bytes | None]) -> Iterator[str]:
-        """Yield the ids of the jobs in the queue, one for each line. Raises what `_wait_for_space` raises."""
+        """Yield the ids of the jobs in the queue, one for each line. Print results meanwhile. Raises what `_wait_for_space`
+        raises."""
         lines = self._requests(texts)
-        while batch := list(islice(_until_pause(lines), _BATCH_LINES)):
+        for batch in _until_pauses(lines):
+            if self._printer:
+                self._printer.print_ended(0 if batch else _LOOK_S)
             self._can_repeat = self._can_repeat and all(line.has_own_id for line in batch)
             own_ids = {line.job.job_id for line in batch if line.has_own_id}
             known = self._client.look_up(own_ids)
@@ -140,23 +176,26 @@ class _Submission:
     def _note(self, job_ids: list[str], own_ids: Container[str], known: dict[str, KnownJob]) -> None:
         """Note the jobs of lines that were submitted. `own_ids`: those that lines have. `known`: those that were in the
         queue before."""
-        for job_id in job_ids:
-            if job_id in self.job_ids:
-                self.num_repeated += 1
-                continue
-            self.num_submitted += 1
-            if job_id in known:
-                self.known[job_id] = known[job_id]
-            if self._args.wait or job_id in own_ids:
-                self.job_ids[job_id] = None
+        is_first = self._num_new == 0
+        new = [job_id for job_id in dict.fromkeys(job_ids) if job_id not in self._own_ids]
+        self._num_repeated += len(job_ids) - len(new)
+        self.known |= {job_id: known[job_id] for job_id in new if job_id in known}
+        self._own_ids.update(job_id for job_id in new if job_id in own_ids)
+        self.num_submitted += len(new)
+        if self._printer:
+            self._printer.add(new)
+        if is_first and self._num_new and not self._args.batch:
+            remark(f"new jobs are in batch {self._batch}")
 
     def _wait_for_space(self, full: QueueFull, left: list[Line], lines: Iterator[Line | None]) -> None:
         """Pause before another attempt. After the longest time to wait, raise CommandError with the lines that are left."""
-        if time.monotonic() < self._waits_until_s:
+        if self._printer and time.monotonic() < self._waits_until_s:
             if not self._has_waited:
                 remark(f"no space in the queue ({full.limit} {full.value}): waiting until jobs have ended")
             self._has_waited = True
-            time.sleep(FULL_QUEUE_INTERVAL_S)
+            again_s = time.monotonic() + FULL_QUEUE_INTERVAL_S
+            while (left_s := again_s - time.monotonic()) > 0:
+                self._printer.print_ended(left_s)
             return
         numbers = [line.number for line in left]
         if numbers[-1] < self._last_line:  # only then read on: a pipe may block
@@ -186,7 +225,7 @@ class _Submission:
             if text.strip():
                 try:
                     request = parse_body(self._filled(text))
-                    yield Line(number, to_submission(request, batch=self._args.batch), request.id is not None)
+                    yield Line(number, to_submission(request, batch=self._batch), request.id is not None)
                 except InvalidRequest as error:
                     is_object = text.lstrip().startswith(b"{")
                     self._refuse(number, error if is_object else _no_object(text))
@@ -226,9 +265,7 @@ class _Submission:
         return job_ids, left, full
 
     def _refuse(self, number: int, error: Exception | str) -> None:
-        self.num_refused += 1
-        if self.num_refused <= _SHOWN_LINES:
-            remark(f"line {number}: {error}")
+        self.refused.add(f"line {number}: {error}")
 
 
 def _no_object(text: bytes) -> str:
@@ -244,15 +281,18 @@ def _not_submitted(left: list[int], last_sent: int) -> str:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of a file. Of a pipe also None, when it pauses and once a second, so that no job waits for others."""
+    """Yield the lines of a file. Of a pipe also None, while it pauses and once a second, so that no job waits for others."""
     if file.seekable():
         yield from file
         return
     rest, last_s = b"", time.monotonic()
     while True:
-        if not select.select([file], [], [], _PAUSE_S)[0] or time.monotonic() > last_s + _MOST_WAIT_S:
+        has_more = bool(select.select([file], [], [], _PAUSE_S)[0])
+        if not has_more or time.monotonic() > last_s + _MOST_WAIT_S:
             yield None
             last_s = time.monotonic()
+        if not has_more:
+            continue
         if not (block := os.read(file.fileno(), _BLOCK_BYTES)):
             break
         *lines, rest = (rest + block).split(b"\n")
@@ -261,15 +301,16 @@ def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
         yield rest
 
 
-def _until_pause(lines: Iterator[Line | None]) -> Iterator[Line]:
-    """Yield lines up to the next pause, but at least one."""
-    has_any = False
+def _until_pauses(lines: Iterable[Line | None]) -> Iterator[list[Line]]:
+    """Yield the lines up to each pause, but at most _BATCH_LINES together."""
+    batch: list[Line] = []
     for line in lines:
-        if line is not None:
-            has_any = True
-            yield line
-        elif has_any:
-            return
+        batch += [line] if line else []
+        if not line or len(batch) == _BATCH_LINES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _count_lines(file: IO[bytes]) -> int | None:

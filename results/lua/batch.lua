@@ -1,9 +1,9 @@
 -- Counts the jobs of a batch. No transition.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 the batch
--- Returns nil (unknown) or an array: created ms, queued, delayed, running, finished, failed, cancelled, expired, and the
+-- Returns nil (unknown) or an array: created ms, queued, delayed, running, finished, failed, cancelled, expired, the
 --       milliseconds until all have ended, estimated from the pace of the last completions while jobs waited and from the jobs in
---       front of its latest jobs; -1 where that is not known
+--       front of its latest jobs, -1 where that is not known, and how many jobs have a redrive, which is counted too
 -- include: queue clock record work estimates
 
 local MAX_LATEST = 256
@@ -31,7 +31,7 @@ local names = {'created', 'queued', 'delayed', 'running', 'finished', 'failed', 
 local reply = {}
 for i, count in ipairs(redis.call('HMGET', key, unpack(names))) do reply[i] = tonumber(count or 0) end
 local num_open = reply[2] + reply[3] + reply[4]
-reply[9] = num_open == 0 and 0 or -1
+reply[9], reply[10] = num_open == 0 and 0 or -1, tonumber(redis.call('HGET', key, 'redriven') or 0)
 if num_open > 0 and not is_paused() then
   local num_ahead, due, since = latest_begin(reply[1])
   local pace = jobs_per_ms(since)

@@ -42,6 +42,7 @@ local outcome = create_job(new_id, digest, body, f[3], f[4], f[5], f[6], f[7], h
 if outcome ~= 'created' then return {'no body', ''} end
 redis.call('HSET', prefix .. 'job:' .. new_id, 'redrive_of', id, 'v', f[14] or PROTOCOL)  -- the body keeps its version
 redis.call('HSET', prefix .. 'job:' .. id, 'redriven_as', new_id)
+if f[13] then redis.call('HINCRBY', prefix .. 'batch:' .. f[13], 'redriven', 1) end
 redis.call('ZREM', prefix .. 'dead', id)
 enqueue_created()
 return {'created', new_id}

@@ -155,6 +155,10 @@ class _Check:
             states = [record["state"] for record in self._records.values() if record.get("batch") == batch]
             num_deleted = len(set(members) - self._records.keys())
             counts = {name: int(value) for name, value in self._hash("batch:" + batch).items() if name != "created"}
+            redriven = [
+                record for record in self._records.values() if record.get("batch") == batch and "redriven_as" in record
+            ]
+            assert 0 <= counts.pop("redriven", 0) - len(redriven) <= num_deleted, batch
             deleted = Counter({state: count for state, count in counts.items() if count}) - Counter(states)
             assert deleted.total() == num_deleted, batch  # what was counted stays counted
             assert Counter(states) <= Counter(counts), batch

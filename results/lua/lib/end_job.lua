@@ -14,6 +14,13 @@ end
 -- The fields of the record that `end_job` needs.
 local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta', 'tenant', 'cost', 'fingerprint', 'n'}
 
+-- Redis reserves 4 KiB for the next entries of a stream (`stream-node-max-bytes`), which is four fifths of the memory of a short
+-- job. A copy takes what its entries need. Clients that wait for the stream get its last entry all the same.
+local function shrink(stream)
+  redis.call('COPY', stream, prefix .. 'copy')
+  redis.call('RENAME', prefix .. 'copy', stream)
+end
+
 -- Ends a job that the caller has removed from ready, delayed or leases. `known` are the END_FIELDS where the caller has read
 -- them, else nil; with them come `settings`, the two times, and `changes`, more fields of the record to set, or nil. `...` are
 -- more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, error, first_token, prompt_logprobs, reasons,
@@ -24,11 +31,13 @@ local function end_job(id, state, reason, known, ...)
   local times = known and known.settings or redis.call('HMGET', prefix .. 'settings', 'result_ttl_ms', 'record_ttl_ms')
   local keep_ms = whole_number(times[1], 86400000)
   local record_ms = math.max(keep_ms, whole_number(times[2], keep_ms))
-  redis.call('XADD', prefix .. 'result:' .. id, '*', 'state', state, 'reason', reason, 'offset', whole_number(published, 0), ...)
+  local result = prefix .. 'result:' .. id
+  redis.call('XADD', result, '*', 'state', state, 'reason', reason, 'offset', whole_number(published, 0), ...)
+  shrink(result)
   set_state(id, batch, from, state, 'ended', now, unpack(known and known.changes or {}))
   redis.call('PEXPIRE', prefix .. 'job:' .. id, record_ms)
   redis.call('PEXPIRE', prefix .. 'body:' .. id, record_ms)
-  redis.call('PEXPIRE', prefix .. 'result:' .. id, keep_ms)
+  redis.call('PEXPIRE', result, keep_ms)
   if fingerprint then  -- written with the first tokens: without one there is no checkpoint
     for _, suffix in ipairs(suffixes(n)) do
       local name = id .. suffix

@@ -358,6 +358,12 @@ def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> No
     ]
     assert [job["id"] for job in millrace("ls", "--state", "finished", "--json").json_lines()] == ["a"]
     assert millrace("ls", "--limit", "1").out.count("\n") == 1
+    millrace("submit", "x", "--id", "c", "--batch", "one")
+    millrace("submit", "x", "--id", "d", "--batch", "one")
+    millrace("cancel", "c")
+    for more, listed in (((), ["d", "c"]), (("--limit", "1"), ["d"]), (("--state", "cancelled"), ["c"])):
+        assert [job["id"] for job in millrace("ls", "--batch", "one", "--json", *more).json_lines()] == listed
+    assert millrace("ls", "--batch", "none").status == 3
 
 
 def test_a_job_that_goes_on_while_jobs_are_listed_is_listed_once(

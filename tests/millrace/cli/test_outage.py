@@ -62,7 +62,7 @@ def test_a_file_is_waited_for(
     behind_proxy: Command, proxy: Proxy, client: Client, engine: EngineByHand, tmp_path: Path
 ) -> None:
     (file := tmp_path / "jobs").write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "x"}\n')
-    with started(*behind_proxy.line("submit", "--file", str(file), "--wait")) as process:
+    with started(*behind_proxy.line("submit", "--file", str(file), "--wait", "--batch", "b")) as process:
         wait_until(lambda: client.stats().queued == 2)
         first, second = engine.claim()
         engine.finish(first, "one")
@@ -79,7 +79,7 @@ def test_a_file_is_submitted_once_although_the_reply_was_lost(
 ) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     lines = [f'{{"id": "j{n}", "prompt": "x"}}\n' for n in range(510)]
-    with started(*behind_proxy.line("submit", "--file", str(pipe))) as process:
+    with started(*behind_proxy.line("submit", "--file", str(pipe), "--batch", "b")) as process:
         with pipe.open("w") as jobs:
             jobs.writelines(lines[:500])
             jobs.flush()

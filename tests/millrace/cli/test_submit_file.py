@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from millrace import QueueFull
 from millrace.cli.exits import CommandError
 from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.cli.submit_file import _Submission, submit_file
-from millrace.results.messages import ClaimedJob
+from millrace.results.messages import ClaimedJob, Submission
 from tests.millrace.cli.command import WITH_SMALL_FILES, Command, python, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import LIMIT_S
@@ -25,6 +26,8 @@ from tests.processes import LIMIT_S
 TO_FULL_DISK = (
     "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]], stdout=open('/dev/full', 'w')))"
 )
+
+BATCH = re.compile(r"^millrace: new jobs are in batch (submit-[0-9a-f]{12})\n", re.MULTILINE)
 
 
 def write_lines(path: Path, *lines: bytes | dict[str, Any]) -> Path:
@@ -34,10 +37,17 @@ def write_lines(path: Path, *lines: bytes | dict[str, Any]) -> Path:
     return path
 
 
+def remarks(err: str) -> list[str]:
+    """Return the lines of stderr without the one that names the batch."""
+    names = BATCH.findall(err)
+    assert len(names) == 1
+    return BATCH.sub("", err).splitlines()
+
+
 def test_every_line_becomes_a_job(millrace: Command, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "jobs", *({"id": f"j{n}", "prompt": "x"} for n in range(600)))
     ran = millrace("submit", "--file", str(file))
-    assert (ran.status, ran.err) == (0, "")
+    assert (ran.status, remarks(ran.err)) == (0, [])
     assert ran.out.split() == [f"j{n}" for n in range(600)]
     assert millrace("stats", "--json").json_lines()[0]["queued"] == 600
     assert millrace("submit", "--file", str(file), "--json").json_lines()[599] == {"id": "j599"}
@@ -49,7 +59,7 @@ def test_an_option_fills_a_field_that_is_null_and_a_byte_order_mark_is_no_part_o
     nulls = b'{"id": "a", "prompt": "x", "seed": null, "meta": null, "tenant": null, "max_tokens": null}'
     file = write_lines(tmp_path / "jobs", b"\xef\xbb\xbf" + nulls)
     options = ("--seed", "7", "--meta", '{"a": 1}', "--tenant", "t", "--max-tokens", "5")
-    assert millrace("submit", "--file", str(file), *options) == (0, "a\n", "")
+    assert millrace("submit", "--file", str(file), *options).out == "a\n"
     (job,) = engine.claim()
     expected = {"prompt": "x", "seed": 7, "max_tokens": None, "tenant": "t", "meta": {"a": 1}}
     assert json.loads(job.body) == expected
@@ -87,7 +97,7 @@ def test_a_bad_line_is_named_and_stops_nothing(millrace: Command, tmp_path: Path
     ran = millrace("submit", "--file", str(file))
     assert ran.status == 2
     assert ran.out.split() == ["a", "a", "f"]
-    *complaints, repeated, last = ran.err.splitlines()
+    *complaints, repeated, last = remarks(ran.err)
     numbers = [int(line.removeprefix("millrace: line ").partition(":")[0]) for line in complaints]
     assert sorted(numbers) == [2, 4, 5, 6, 7, 8, 9, 11]
     assert complaints[0].endswith(
@@ -129,7 +139,7 @@ def test_lines_that_repeat_an_id_are_one_job(millrace: Command, engine: EngineBy
     lines = [{"id": job_id, "prompt": "x"} for job_id in ("a", "b", "a", *(f"c{n}" for n in range(600)), "a")]
     file = write_lines(tmp_path / "jobs", *lines)
     repeated = "millrace: lines that repeat an id, and so are no jobs of their own: 2"
-    assert millrace("submit", "--file", str(file)).err.splitlines() == [repeated]
+    assert remarks(millrace("submit", "--file", str(file)).err) == [repeated]
     counts = "millrace: jobs: 0 new, 602 in the queue already (602 queued)"
     assert millrace("submit", "--file", str(file)).err.splitlines() == [counts, repeated]
 
@@ -141,7 +151,7 @@ def test_a_line_that_the_server_refuses_stops_nothing_either(millrace: Command, 
     ran = millrace("submit", "--file", str(file))
     assert ran.status == 2
     assert ran.out.split() == [line["id"] for line in lines]
-    first, second, last = ran.err.splitlines()
+    first, second, last = remarks(ran.err)
     assert first.startswith("millrace: line 4: deadline_s: is over before job 'late'")
     assert second.startswith("millrace: line 602: deadline_s: is over before job 'later'")
     assert last == "millrace: jobs submitted: 600, lines refused: 2"
@@ -157,7 +167,7 @@ def test_lines_with_one_id_are_judged_each_by_itself(millrace: Command, tmp_path
     ]
     ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
     assert (ran.status, ran.out.split()) == (2, ["a", "b"])
-    conflict, other, last = ran.err.splitlines()
+    conflict, other, last = remarks(ran.err)
     assert conflict.startswith("millrace: line 2: id: already taken")
     assert other.startswith("millrace: line 3: deadline_s: is over before job")
     assert last == "millrace: jobs submitted: 2, lines refused: 2"
@@ -177,7 +187,7 @@ def test_at_a_limit_every_line_that_is_not_in_the_queue_is_named(
     ]
     ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
     assert ran.out.split() == ["a", "c"]
-    late, conflict, full = ran.err.splitlines()
+    late, conflict, full = remarks(ran.err)
     assert late.startswith("millrace: line 1: deadline_s")
     assert conflict.startswith("millrace: line 3: id: already taken")
     assert full.startswith("millrace: not submitted: line 4, all from line 6 on: the tenant has as many jobs waiting")
@@ -247,7 +257,7 @@ def test_with_wait_a_file_waits_for_space_in_the_queue(
     redis_client.hset(f"millrace:{{{queue_name}}}:settings", "max_queued_jobs", 2)
     lines = '{"prompt": "x"}\n' * 5
     late = millrace("submit", "--file", "-", "--wait", "--timeout", "0.2", stdin=lines)
-    assert late.err.splitlines()[1].startswith("millrace: not submitted: all from line 3 on: ")
+    assert remarks(late.err)[-1].startswith("millrace: not submitted: all from line 3 on: ")
     with started(*millrace.line("submit", "--file", "-", "--wait"), stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.write(lines)
@@ -259,8 +269,8 @@ def test_with_wait_a_file_waits_for_space_in_the_queue(
                 num_finished += 1
         assert process.stdout is not None and process.stderr is not None
         assert len(process.stdout.readlines()) == 5
-        waits = "millrace: no space in the queue (max_queued_jobs 2): waiting until jobs have ended\n"
-        assert process.stderr.read() == waits
+        waits = "millrace: no space in the queue (max_queued_jobs 2): waiting until jobs have ended"
+        assert remarks(process.stderr.read()) == [waits]
         assert process.wait() == 0
 
 
@@ -326,7 +336,7 @@ def test_a_job_larger_than_a_limit_is_refused_and_the_others_go_in(
     ]
     ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
     assert (ran.status, ran.out.split()) == (2, ["a", "b"])
-    large, last = ran.err.splitlines()
+    large, last = remarks(ran.err)
     assert large.startswith(
         "millrace: line 2: max_tokens: the prompt and n x max_tokens of job 'large' are more tokens than"
     )
@@ -335,7 +345,7 @@ def test_a_job_larger_than_a_limit_is_refused_and_the_others_go_in(
     lines += [{"id": name, "prompt": "x", "max_tokens": 9} for name in "cd"]
     ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
     assert ran.out.split() == ["a", "b", "c"]
-    large, full = ran.err.splitlines()
+    large, full = remarks(ran.err)
     assert large.startswith(
         "millrace: line 2: max_tokens: the prompt and n x max_tokens of job 'large' are more tokens than"
     )
@@ -398,7 +408,7 @@ def test_a_full_disk_below_the_ids_says_what_is_submitted(millrace: Command, tmp
     file = write_lines(tmp_path / "jobs", *({"id": f"j{n}", "prompt": "x"} for n in range(3)))
     ran = python("-c", TO_FULL_DISK, *millrace.line("submit", "--file", str(file)))
     assert (ran.status, ran.out) == (1, "")
-    assert ran.err.startswith("millrace: the output cannot be written: No space left on device; ")
+    assert "millrace: the output cannot be written: No space left on device; " in ran.err
     assert ran.err.endswith("the same command resumes\n")
     assert millrace("stats", "--json").json_lines()[0]["queued"] == 3
 
@@ -469,8 +479,63 @@ def test_waiting_prints_each_result_when_it_is_there(millrace: Command, engine: 
         engine.finish(jobs[1], "two")
         rest, words = waiting.communicate(timeout=LIMIT_S)
     assert {json.loads(line)["state"] for line in rest.splitlines()} == {"failed", "finished"}
-    assert words == f"millrace: {jobs[0].job_id}: failed: no luck\n"
+    assert remarks(words) == [f"millrace: {jobs[0].job_id}: failed: no luck"]
     assert waiting.returncode == 1
+
+
+def test_results_come_while_a_pipe_is_open(millrace: Command, engine: EngineByHand) -> None:
+    with started(*millrace.line("submit", "--file", "-", "--wait"), stdin=subprocess.PIPE) as waiting:
+        assert waiting.stdin and waiting.stdout and waiting.stderr
+        for job_id in ("a", "b"):
+            waiting.stdin.write(f'{{"id": "{job_id}", "prompt": "x"}}\n')
+            waiting.stdin.flush()
+            while not (jobs := engine.claim()):
+                pass
+            engine.finish(jobs[0], "text")
+            assert json.loads(waiting.stdout.readline())["id"] == job_id
+        waiting.stdin.close()
+        assert (remarks(waiting.stderr.read()), waiting.wait()) == ([], 0)
+
+
+def test_results_come_while_a_file_is_submitted(
+    client: DrainedClient, engine: EngineByHand, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each part of the file ends before the next one is sent."""
+    submit_each, num_printed = client.submit_each, list[int]()
+
+    def submit_and_end(jobs: Sequence[Submission], *options: Any) -> list[Any]:
+        num_printed.append(capsys.readouterr().out.count('"text":"y"'))
+        ends = submit_each(jobs, *options)
+        while claimed := engine.claim():
+            for job in claimed:
+                engine.finish(job, "y")
+        return ends
+
+    client.submit_each = submit_and_end  # type: ignore[method-assign]
+    lines = [{"id": f"j{n}", "prompt": "x"} for n in range(1500)]
+    lines[1200] = lines[700]
+    file = write_lines(tmp_path / "jobs", *lines)
+    args = arguments(file)
+    args.wait = True
+    assert submit_file(client, args, {}) == 0
+    assert num_printed == [0, 500, 500]
+    assert capsys.readouterr().out.count('"text":"y"') == 499
+
+
+def test_a_file_without_a_batch_gets_one_for_its_new_jobs(
+    millrace: Command, engine: EngineByHand, tmp_path: Path
+) -> None:
+    file = write_lines(tmp_path / "jobs", {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"})
+    (batch,) = BATCH.findall(millrace("submit", "--file", str(file)).err)
+    for job in engine.claim():
+        engine.finish(job, "text")
+    assert sorted(job["id"] for job in millrace("wait", "--batch", batch).json_lines()) == ["a", "b"]
+    for more in ((), ("--batch", "two")):
+        ran = millrace("submit", "--file", str(file), *more)
+        assert (ran.status, ran.out) == (0, "a\nb\n")
+        assert "millrace: jobs: 0 new, 2 in the queue already (2 finished)\n" in ran.err
+        assert not BATCH.findall(ran.err)
+        assert run_main("batch", "status", *millrace.place, "two").status == 3
 
 
 def test_waiting_too_long_is_status_5(millrace: Command) -> None:

@@ -18,7 +18,7 @@ from rich.progress import ProgressColumn
 from millrace import Client, WaitTimeout
 from millrace.cli import progress
 from millrace.cli.output import live_line, remark
-from millrace.cli.progress import progress_bar
+from millrace.cli.progress import ProgressReport, progress_bar
 from millrace.embedded import EmbeddedServer
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import ClaimedJob
@@ -59,7 +59,7 @@ def test_a_job_that_cannot_begin_says_why(
     assert ran.err.startswith(f"millrace: job 'a' has not ended within 0.1 s: queued, {why}; {resume}")
     ran = millrace("submit", "--file", "-", "--wait", "--timeout", "0.1", stdin='{"id": "b", "prompt": "x"}')
     assert ran.status == 5
-    assert ran.err.startswith(f"millrace: only 0 of 1 jobs have ended within 0.1 s: {why}; ")
+    assert f"millrace: only 0 of 1 jobs have ended within 0.1 s: {why}; resume with: millrace wait --batch " in ran.err
 
 
 def test_a_job_whose_only_engine_has_died_says_so(
@@ -113,7 +113,7 @@ def test_a_queue_that_no_engine_has_ever_served_is_reported_at_submit(
     ran = millrace("submit", "x", "--id", "a")
     assert (ran.status, ran.out) == (0, "a\n")
     assert ran.err.startswith(f"millrace: no engine has ever served queue {queue_name!r}: `millrace queues` lists")
-    assert millrace("submit", "--file", "-", stdin='{"prompt": "x"}').err == ran.err
+    assert millrace("submit", "--file", "-", stdin='{"prompt": "x"}').err.endswith(ran.err)
     engine.claim()
     assert millrace("submit", "x").err == ""
 
@@ -225,28 +225,36 @@ def test_an_interrupted_tail_resumes_after_its_last_event(
 @pytest.mark.parametrize(
     ("lines", "options", "resumed_by"),
     [
-        ('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "x"}\n', (), "the same command resumes"),
+        ('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "x"}\n', (), "resume with: {wait} submit-"),
+        ('{"id": "known", "prompt": "x"}\n{"id": "b", "prompt": "x"}\n', (), "the same command resumes"),
+        ('{"prompt": "x"}\n{"prompt": "x"}\n', (), "resume with: {wait} submit-"),
         (
-            '{"prompt": "x"}\n{"prompt": "x"}\n',
+            '{"prompt": "x"}\n{"id": "known", "prompt": "x"}\n',
             (),
-            "some lines have no id, so the same command would submit them twice",
+            "some lines have no id, so the same command {twice} submit-",
         ),
-        ('{"prompt": "x"}\n{"prompt": "x"}\n', ("--batch", "b"), "resume with: millrace wait --batch b --queue "),
+        ('{"prompt": "x"}\n{"prompt": "x"}\n', ("--batch", "b"), "resume with: {wait} b --queue "),
     ],
 )
 def test_an_interrupted_file_names_the_counts_and_the_way_to_resume(
     lines: str, options: tuple[str, ...], resumed_by: str, millrace: Command, engine: EngineByHand, tmp_path: Path
 ) -> None:
     (file := tmp_path / "jobs").write_text(lines)
+    if "known" in lines:
+        millrace("submit", "x", "--id", "known", "--batch", "another")
     with started(*millrace.line("submit", "--file", str(file), "--wait", *options)) as waiting:
         jobs: list[ClaimedJob] = []
         while len(jobs) < 2:
             jobs += engine.claim()
-        engine.finish(jobs[0], "text")
+        engine.finish(jobs[-1], "text")
         assert waiting.stdout and waiting.stdout.readline()
         waiting.send_signal(signal.SIGINT)
         _, words = waiting.communicate(timeout=LIMIT_S)
-    assert f"interrupted: 1 of 2 jobs have ended, the others continue; {resumed_by}" in words
+    wait = "millrace wait --batch"
+    how = resumed_by.format(wait=wait, twice=f"would submit them twice; resume with: {wait}")
+    assert f"interrupted: 1 of 2 results are written, the other jobs continue; {how}" in words
+    for batch in re.findall(r"millrace wait --batch (\S+)", words):
+        assert run_main("batch", "status", *millrace.place, batch).status == 0
 
 
 def test_waiting_for_several_jobs_or_a_batch_prints_each(millrace: Command, engine: EngineByHand) -> None:
@@ -259,7 +267,64 @@ def test_waiting_for_several_jobs_or_a_batch_prints_each(millrace: Command, engi
         assert (ran.status, sorted(job["id"] for job in ran.json_lines())) == (0, ["a", "b"])
     assert millrace("wait", "a") == (0, "text\n", "")
     assert millrace("wait", "--batch", "none").status == 3
-    assert millrace("wait", "a", "none").status == 3
+
+
+def test_an_unknown_job_hides_no_other(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b", "c"):
+        millrace("submit", "x", "--id", job_id)
+    for job in engine.claim():
+        engine.finish(job, "text")
+    millrace("delete", "b")
+    ran = millrace("wait", "a", "b", "c", "a", "not/an/id")
+    assert (ran.status, sorted(job["id"] for job in ran.json_lines())) == (3, ["a", "c"])
+    assert [line.partition(" in ")[0] for line in ran.err.splitlines()] == [
+        "millrace: no job 'not/an/id'",
+        "millrace: no job 'b'",
+    ]
+    ran = millrace("wait", *(f"x{number}" for number in range(30)))
+    assert (ran.status, ran.err.count("\n")) == (3, 21)
+    assert ran.err.endswith("millrace: and 10 more jobs have no result\n")
+
+
+def test_a_job_that_is_deleted_while_others_are_waited_for_hides_none(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id, "--batch", "both")
+    first, second = engine.claim()
+    engine.finish(first, "text")
+    with started(*millrace.line("wait", "a", "b")) as waiting:
+        assert waiting.stdout and waiting.stdout.readline()
+        millrace("delete", str(first.job_id))
+        engine.finish(second, "text")
+        assert waiting.stdout.readline()
+        assert waiting.wait() == 0
+
+
+def test_jobs_of_a_batch_whose_records_have_expired_are_counted(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b", "c", "d"):
+        millrace("submit", "x", "--id", job_id, "--batch", "all")
+    for job in engine.claim():
+        engine.finish(job, "text")
+    millrace("delete", "a", "b")
+    millrace("submit", "x", "--id", "a", "--batch", "all")
+    engine.finish(engine.claim()[0], "text")
+    lost = "millrace: 1 of 4 jobs of the batch have expired or were deleted\n"
+    for ran in (millrace("wait", "--batch", "all"), run_main("batch", "results", *millrace.place, "all")):
+        assert (ran.status, sorted(job["id"] for job in ran.json_lines()), ran.err) == (1, ["a", "c", "d"], lost)
+    millrace("delete", "a", "c", "d")
+    lost = "millrace: 4 of 4 jobs of the batch have expired or were deleted\n"
+    assert millrace("wait", "--batch", "all") == (1, "", lost)
+    assert run_main("batch", "results", *millrace.place, "all") == (1, "", lost)
+
+
+def test_of_many_failed_jobs_only_the_first_are_named(millrace: Command, engine: EngineByHand) -> None:
+    lines = '{"prompt": "x"}\n' * 25
+    millrace("submit", "--file", "-", "--batch", "all", stdin=lines)
+    for job in engine.claim():
+        engine.fail(job, "no luck")
+    ran = millrace("wait", "--batch", "all")
+    assert (ran.status, len(ran.json_lines())) == (1, 25)
+    assert ran.err.count(": failed: no luck\n") == 20
+    assert ran.err.endswith("millrace: and 5 more jobs have no result\n")
 
 
 def test_a_result_that_has_expired_is_no_empty_text(
@@ -318,9 +383,31 @@ def test_without_a_terminal_a_wait_reports_its_progress_now_and_then(
         engine.finish(job, "y")
     assert millrace("wait", "a", "b").err == ""
     monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.0)
-    first, last = millrace("wait", "a", "b").err.splitlines()
-    assert re.fullmatch(r"millrace: 1 of 2 jobs ended, [\d,.]+ jobs/s, time left: 0 s", first)
-    assert last.startswith("millrace: 2 of 2 jobs ended, ")
+    lines = millrace("wait", "a", "b").err.splitlines()
+    assert lines == ["millrace: 1 of 2 jobs ended", "millrace: 2 of 2 jobs ended"]
+
+
+def test_the_time_left_comes_from_the_recent_past_and_from_enough_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("millrace.cli.progress.time.monotonic", lambda: now_s)
+    report = ProgressReport(2000, "jobs", "ended", is_shown=False)
+
+    def shown(after_s: float, num_done: int) -> str:
+        nonlocal now_s
+        now_s += after_s
+        report.show(num_done)
+        return capsys.readouterr().err.removeprefix("millrace: ").rstrip()
+
+    assert shown(9, 500) == ""  # they had ended before
+    assert shown(31, 501) == "501 of 2,000 jobs ended"
+    assert shown(10, 520) == "520 of 2,000 jobs ended"
+    assert shown(10, 541) == "541 of 2,000 jobs ended, 2.00 jobs/s, time left: 12 min"
+    assert shown(60, 1141) == "1,141 of 2,000 jobs ended, 10.00 jobs/s, time left: 86 s"
+    assert shown(600, 1142) == "1,142 of 2,000 jobs ended, 0.91 jobs/s, time left: 16 min"
+    report.total = None
+    assert shown(60, 2000) == "2,000 jobs ended, 14.30 jobs/s"
 
 
 def test_a_progress_bar_counts_what_came_since_it_is_shown() -> None:
