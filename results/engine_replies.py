@@ -75,7 +75,7 @@ _PROTOCOL = str(PROTOCOL).encode()
 
 
 def reconciliation(reply: list[Any]) -> Reconciliation:
-    *jobs, sleep_level, next_lapse_ms, reset_number = reply
+    *jobs, sleep_level, next_beat_ms, reset_number = reply
     lost, cancelled, watched, expired = ([JobId(job_id) for job_id in decode_list(part)] for part in jobs)
     return Reconciliation(
         lost=lost,
@@ -83,7 +83,7 @@ def reconciliation(reply: list[Any]) -> Reconciliation:
         watched=watched,
         expired=expired,
         sleep_level=sleep_level,
-        next_lapse_ms=next_lapse_ms,
+        next_beat_ms=next_beat_ms,
         reset_number=reset_number,
     )
 

@@ -259,8 +259,8 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     """Their deadline has passed: end them as expired."""
     sleep_level: int = 0
     """The requested sleep level: 0 (awake), 1 or 2."""
-    next_lapse_ms: int = 2**31
-    """Until the next heartbeat of any engine expires."""
+    next_beat_ms: int = 2**31
+    """Until the next heartbeat should come: that of another engine may expire, or a delay or deadline is over."""
     reset_number: int = 0
     """Number of the last requested reset of the prefix cache. It grows with each request. 0: there was none."""
 

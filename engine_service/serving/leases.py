@@ -187,8 +187,8 @@ class Leases:
 
     def _next_beat_after(self, news: Reconciliation) -> float:
         """Return when the next heartbeat is due. It is early if the heartbeat of another engine may expire before, so that
-        the jobs of a dead engine are recovered within the limit."""
-        return time.monotonic() + min(self._ttl_ms / 4, news.next_lapse_ms + 1) / 1000
+        the jobs of a dead engine are recovered within the limit, and if the next delay or deadline is over before."""
+        return time.monotonic() + min(self._ttl_ms / 4, news.next_beat_ms + 1) / 1000
 
     def _check_server(self) -> None:
         """Log after an outage what is wrong with the server: it may be another one, or have other settings."""

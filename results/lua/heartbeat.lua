@@ -6,8 +6,9 @@
 -- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 its sleep level: "0" (awake), "1" or "2", then for each
 --       job that it holds 2 values: id, lease
 -- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then the
---       requested sleep level, 0 to 2, then the milliseconds until the next heartbeat of any engine expires, then the
---       number of the last requested reset of the prefix cache; 0 where there was none
+--       requested sleep level, 0 to 2, then the milliseconds until the next heartbeat of this engine should come: when that of
+--       any engine expires, or when the next job is due; then the number of the last requested reset of the prefix cache, 0
+--       where there was none
 -- include: queue clock settings record lease work signals give_back due
 
 allow_writes_without_memory()
@@ -52,14 +53,16 @@ for _, id in ipairs(redis.call('SMEMBERS', prefix .. 'leases:' .. engine)) do
 end
 redis.call('HSET', heartbeat, 'missed', table.concat(missed), 'asleep', ARGV[3])
 
-local next_lapse_ms = tonumber(ARGV[2])
+local next_beat_ms, num_alive = tonumber(ARGV[2]), 0
 for _, other in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
   local left_ms = redis.call('PTTL', prefix .. 'engine:' .. other)
-  if left_ms > 0 then next_lapse_ms = math.min(next_lapse_ms, left_ms) end  -- else it is dead
+  if left_ms > 0 then next_beat_ms, num_alive = math.min(next_beat_ms, left_ms), num_alive + 1 end  -- else it is dead
   if is_new and left_ms > tonumber(ARGV[2]) then signal(other, 'beat', 'now') end  -- there is a shorter limit now
 end
 
 promote_due()
+local due_ms = next_due_ms()
+if due_ms then next_beat_ms = math.min(next_beat_ms, math.max(due_ms, 50 * num_alive)) end  -- all engines: one in 50 ms
 if num_ready() > 0 and not is_paused() and redis.call('EXISTS', prefix .. 'wake') == 0 then wake(1) end
 local requested = redis.call('HMGET', heartbeat, 'sleep', 'reset_cache')
-return {lost, cancelled, watched, expired, tonumber(requested[1] or 0), next_lapse_ms, whole_number(requested[2], 0)}
+return {lost, cancelled, watched, expired, tonumber(requested[1] or 0), next_beat_ms, whole_number(requested[2], 0)}

@@ -107,4 +107,4 @@ def test_engines_with_a_longer_limit_hear_of_a_new_one(queue: FullQueue, engine:
     for told in (engine, same):
         assert queue.wait_for_signal(told.id, 1, include_wake=False) == "beat"
         assert queue.wait_for_signal(told.id, 0.01, include_wake=False) is None, "once"
-    assert 0 < engine.beat(60_000).next_lapse_ms <= 30_000
+    assert 0 < engine.beat(60_000).next_beat_ms <= 30_000

@@ -61,6 +61,32 @@ def test_a_heartbeat_promotes_what_is_due_and_wakes_an_engine(queue: FullQueue, 
     assert engine.claim_ids() == ["a"]
 
 
+def test_an_engine_looks_when_the_next_job_is_due(queue: FullQueue, engine: Engine, keys_of: Any) -> None:
+    submit(queue, "late", delay_ms=LATER_MS)
+    assert engine.beat().next_beat_ms > 5000
+    assert queue.wait_for_signal(engine.id, 0.01, include_wake=False) is None
+    submit(queue, "soon", deadline_ms=4000)
+    assert queue.wait_for_signal(engine.id, 1, include_wake=False) == "beat"
+    assert 3000 < engine.beat().next_beat_ms <= 4000
+    submit(queue, "after", deadline_ms=4900)
+    assert queue.wait_for_signal(engine.id, 0.01, include_wake=False) is None, "the engine looks at 4000 anyway"
+    submit(queue, "first", delay_ms=2000)
+    assert queue.wait_for_signal(engine.id, 1, include_wake=False) == "beat"
+    assert 1000 < engine.beat().next_beat_ms <= 2000
+
+
+def test_more_due_jobs_than_one_call_handles_are_handled_soon(queue: FullQueue, engine: Engine, keys_of: Any) -> None:
+    ids = [f"job-{number}" for number in range(600)]
+    submit(queue, *ids, delay_ms=LATER_MS)
+    for job_id in ids:
+        keys_of.is_due(job_id)
+    for num_left in (344, 88):
+        assert engine.beat().next_beat_ms == 50
+        assert queue.stats().delayed == num_left
+    assert engine.beat().next_beat_ms > 5000
+    assert len(engine.claim_ids(1000)) == 600
+
+
 # --- deadlines -----------------------------------------------------------------------------------------------------
 
 

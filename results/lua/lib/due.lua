@@ -1,6 +1,16 @@
 -- Jobs whose time has come: delays and deadlines, at most 256 of each in one call.
 -- include: queue clock
 
+-- The milliseconds until the first job is due, 0 where this call has not handled all; nil where there is no such job.
+local function next_due_ms()
+  local first
+  for _, name in ipairs({'delayed', 'deadlines'}) do
+    local at = tonumber(redis.call('ZRANGE', prefix .. name, 0, 0, 'WITHSCORES')[2])
+    if at then first = math.min(first or at, at) end
+  end
+  return first and math.max(0, first - now)
+end
+
 -- The first jobs of a sorted set whose time has passed.
 local function ids_due(key)
   return redis.call('ZRANGEBYSCORE', key, '-inf', now, 'LIMIT', 0, 256)

@@ -1,12 +1,22 @@
 -- New jobs: nothing -> queued, or delayed.
--- include: queue clock serial work ready enqueue state arguments limits
+-- include: queue clock serial work ready enqueue state signals arguments limits
+
+-- Adds a job to `delayed` or `deadlines`. Where it is the first one and due before an engine would look, one looks now, and then
+-- at its time.
+local function add_due(name, at, id)
+  local key = prefix .. name
+  redis.call('ZADD', key, at, id)
+  if at - now > 5000 or redis.call('ZRANGE', key, 0, 0)[1] ~= id then return end
+  local engine = redis.call('ZRANGE', prefix .. 'engines', -1, -1)[1]
+  if engine then signal(engine, 'beat', 'now') end
+end
 
 -- Writes the options of a new job into its record and its batch. Returns whether the job is delayed.
 local function apply_options(id, options)
   local key, due, batch = prefix .. 'job:' .. id, options.due, options.batch
   if options.deadline_ms then
     redis.call('HSET', key, 'deadline', now + options.deadline_ms)
-    redis.call('ZADD', prefix .. 'deadlines', now + options.deadline_ms, id)
+    add_due('deadlines', now + options.deadline_ms, id)
   end
   if (options.n or 1) > 1 then redis.call('HSET', key, 'n', options.n) end
   if options.max_retries then redis.call('HSET', key, 'max_retries', options.max_retries) end
@@ -21,7 +31,7 @@ local function apply_options(id, options)
     redis.call('PERSIST', prefix .. 'batch:' .. batch)
     redis.call('PERSIST', prefix .. 'members:' .. batch)
   end
-  if due > now then redis.call('ZADD', prefix .. 'delayed', due, id) end
+  if due > now then add_due('delayed', due, id) end
   set_state(id, batch, false, due > now and 'delayed' or 'queued')
   return due > now
 end
