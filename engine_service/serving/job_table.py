@@ -55,6 +55,8 @@ class JobTable:
         self.by_sequence: dict[SeqId, tuple[ServedJob, Candidate]] = {}
         self.pending: dict[JobId, PendingJob] = {}
         """Jobs that are slow to prepare, until they are prepared."""
+        self.num_watched = 0
+        """Served jobs that somebody reads."""
         self._metrics = JobMetrics()
 
     def __repr__(self) -> str:
@@ -68,11 +70,17 @@ class JobTable:
     def add(self, job: ServedJob) -> None:
         self._capacity.arrive(job.cost)
         self.served[job.job_id] = job
+        self.num_watched += job.is_watched
         for candidate in job.candidates:
             self.by_sequence[candidate.generation.sequence.seq_id] = job, candidate
         job.saved_at_s = time.monotonic()
         if job.awaits_first_token:
             self._metrics.queue_s.add(_since(job.due_s))
+
+    def watch(self, job: ServedJob) -> None:
+        """Note that somebody reads a served job."""
+        self.num_watched += not job.is_watched
+        job.watch()
 
     def note_first_token(self, job: ServedJob) -> None:
         job.note_first_token()
@@ -85,6 +93,7 @@ class JobTable:
             self._metrics.prompt_tokens.add(job.generations[0].sequence.num_prompt_tokens)
             self._metrics.output_tokens.add(sum(len(generation.token_ids) for generation in job.generations))
         del self.served[job.job_id]
+        self.num_watched -= job.is_watched
         for candidate in job.candidates:
             del self.by_sequence[candidate.generation.sequence.seq_id]
         self._close(job.job_id, job.lease, outcome, len(job.candidates), is_alone=job.is_alone)

@@ -37,8 +37,10 @@ from millrace.results.messages import (
     Write,
 )
 
-EVENT_INTERVAL_S = 0.05
-"""How often a watched job publishes its new tokens; the first token is published at once."""
+_EVENT_INTERVAL_S, _EVENT_S = 0.05, 0.002
+"""A watched job publishes its new tokens after the first time, or after the second one for each watched job where that is
+shorter: so few readers get each token at once, and many do not cost more than the tokens. The first token is published at once.
+"""
 CHECKPOINT_INTERVAL_S = 1.0
 CHECKPOINT_TOKENS = 64
 """An unwatched job is saved before it is further ahead of its checkpoint, in time or in tokens."""
@@ -64,10 +66,12 @@ class Output:
         """Record that a job which runs alone is about to be computed."""
         self._put(Begin(job_id=job.job_id, lease=job.lease))
 
-    def advance(self, job: ServedJob, candidate: Candidate, now_s: float) -> None:
-        """Write the new tokens of a job if an event or a checkpoint is due. `candidate` has new ones."""
+    def advance(self, job: ServedJob, candidate: Candidate, now_s: float, num_watched: int) -> None:
+        """Write the new tokens of a job if an event or a checkpoint is due. `candidate` has new ones. `num_watched`: jobs
+        that somebody reads."""
         if job.is_watched:
-            if job.is_alone or candidate.num_published == 0 or now_s - job.saved_at_s >= EVENT_INTERVAL_S:
+            interval_s = min(_EVENT_INTERVAL_S, _EVENT_S * num_watched)
+            if job.is_alone or candidate.num_published == 0 or now_s - job.saved_at_s >= interval_s:
                 self.save(job, now_s)
         elif self._is_checkpoint_due(job, candidate, now_s):
             self.save(job, now_s)

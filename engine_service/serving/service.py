@@ -200,7 +200,7 @@ class Service:
         if progress.failure is not None:
             self._fail(job, progress.failure)
         elif progress.finish_reason is None:
-            self._output.advance(job, candidate, now_s)
+            self._output.advance(job, candidate, now_s, self._jobs.num_watched)
         elif job.has_ended:
             self._finish(job)
         else:
@@ -331,7 +331,7 @@ class Service:
     def _watch(self, job_id: JobId) -> None:
         job = self._jobs.served.get(job_id)
         if job is not None and not job.is_watched:
-            job.watch()
+            self._jobs.watch(job)
             self._output.save(job, time.monotonic())
         elif job is None and self._is_held(job_id):
             self._early.setdefault(job_id, Watch(job_id))

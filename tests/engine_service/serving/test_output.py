@@ -47,6 +47,21 @@ def test_an_unwatched_job_is_saved_before_it_is_64_tokens_ahead_but_not_when_it_
     assert all(isinstance(write, Append) for write in written)
 
 
+@pytest.mark.parametrize(("num_watched", "num_events"), [(1, 11), (5, 6), (7, 4), (25, 2), (1000, 2)])
+def test_few_readers_get_each_token_at_once_and_many_get_some_together(num_watched: int, num_events: int) -> None:
+    """11 tokens in steps of 5 ms."""
+    rules = StopRules(max_tokens=100, min_tokens=0, end_token_ids=frozenset())
+    sequence = Sequence(SeqId(1), [1], GREEDY, rules)
+    generation = Generation(sequence, TextRules(is_text_wanted=False), None)
+    job = ServedJob(claimed_job(is_watched=True), [generation], due_s=0.0)
+    written: list[Write] = []
+    output = Output(written.append, "model-a")
+    for number in range(11):
+        sequence.output_token_ids.append(7)
+        output.advance(job, job.candidates[0], now_s=1.0 + number / 200 + 1e-6 * number, num_watched=num_watched)
+    assert len(written) == num_events
+
+
 @pytest.mark.parametrize(
     ("age_s", "at_least_ms", "at_most_ms"),
     [(0, 1000, 1000), (20, 5000, 10_000), (HOUR_S, 15_000, 15_000), (-HOUR_S, 1000, 1000), (10**9, 15_000, 15_000)],
