@@ -114,6 +114,7 @@ class Scheduler:
             # The steps that computed all but the last token are through, so the blocks are good.
             self._running.register_blocks(sequence, min(sequence.num_computed, sequence.num_tokens - 1), [])
             self._running.release(sequence)
+            self._waiting.count_stopped(sequence)
         else:
             self._waiting.remove(sequence)
         self._suspects.remove(sequence)
@@ -307,6 +308,7 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         self._running.release(sequence)
+        self._waiting.count_stopped(sequence)
         self._waiting.push(sequence, is_first=True)
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> Advance:
@@ -336,6 +338,6 @@ class Scheduler:
             ]
             assert sum(places) == 1, sequence
         assert not any(sequence in self._waiting for sequence in self._running)
-        self._waiting.check_integrity()
+        self._waiting.check_integrity(self._running)
         members = [each for micro_batch in self._micro_batches for each in micro_batch.members]
         assert all(each in self._running for each in members) and len(members) == len(set(members))

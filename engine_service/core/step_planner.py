@@ -133,11 +133,12 @@ class StepPlanner:
         """Put it back to the head of the queue. It keeps its tokens, the pending ones too, and loses its keys and values."""
         step.drop(sequence)
         self._running.release(sequence)
+        self._waiting.count_stopped(sequence)
         self._waiting.push(sequence, is_first=True)
         self.num_preemptions += 1
 
     def _admit(self, sequence: Sequence, hit_blocks: list[int], step: PlannedStep) -> None:
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence)
         step.registered += self._running.admit(sequence, hit_blocks)
         step.new.append(sequence.as_new())
         self._add_row(sequence, step, step.max_row_tokens(sequence), list(sequence.block_ids))
@@ -151,7 +152,7 @@ class StepPlanner:
 
     def _fork(self, sequence: Sequence, source: Sequence, step: PlannedStep) -> None:
         """Admit a sequence with the tokens of another one, which takes its first token from the same logits."""
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence)
         step.copy += self._running.fork(sequence, source)
         step.new.append(sequence.as_new())
         row = StepRow(sequence.seq_id, sequence.num_tokens, 0, list(sequence.block_ids))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from heapq import merge
+from itertools import chain, islice, repeat
 
 from millrace.engine_service.core.announced_grammars import AnnouncedGrammars
 from millrace.engine_service.core.sequence import Sequence
+from millrace.engine_service.core.tenant_line import TenantLine
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import SeqId
 
@@ -17,14 +20,27 @@ _MAX_PASSED_OVER = 16
 
 
 class WaitingQueue:
-    """Owns the waiting sequences in their order, and the sum of the blocks that they need.
+    """Owns the waiting sequences in their order, the sum of the blocks that they need, and how many of each tenant run.
+
+    Sequences that are pushed before all others are admitted first. The others bring turns to their tenants, in the order of
+    arrival, so the shares that the claims gave the tenants stay. In its turn a tenant's sequence of the highest priority is
+    admitted, so priorities change nothing for other tenants. A tenant with no running sequence has its next turn before all
+    tenants that have some. It then has one, so each tenant's turn comes: at the latest when nothing of the tenant runs.
 
     A sequence whose grammar the workers have not compiled is held: it is not chosen, and others go before it.
     """
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
-        self._ready: OrderedDict[SeqId, Sequence] = OrderedDict()
+        self._ids: set[SeqId] = set()
+        """Of all of them."""
+        self._first: OrderedDict[SeqId, Sequence] = OrderedDict()
+        """Those before all others."""
+        self._lines: dict[str, TenantLine] = {}
+        """By tenant, as long as anything of it waits for a turn, or runs."""
+        self._order: list[tuple[bool, int, TenantLine]] = []
+        """The places of the lines with turns, sorted."""
+        self._last_turn = 0
         self._held: OrderedDict[SeqId, tuple[Sequence, int]] = OrderedDict()
         """With the numbers of their grammars."""
         self.grammars = AnnouncedGrammars()
@@ -32,25 +48,26 @@ class WaitingQueue:
         """Blocks that the sequences need to be admitted, were nothing cached."""
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._held)
+        return len(self._ids)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain(self._ready.values(), (sequence for sequence, _ in self._held.values()))
+        return chain(self._ready(), (sequence for sequence, _ in self._held.values()))
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.seq_id in self._ready or sequence.seq_id in self._held
+        return sequence.seq_id in self._ids
 
     @property
     def has_ready(self) -> bool:
         """Whether there is a sequence to choose."""
-        return bool(self._ready)
+        return bool(self._first or self._order)
 
     @property
     def has_held(self) -> bool:
         return bool(self._held)
 
     def push(self, sequence: Sequence, *, is_first: bool = False) -> None:
-        """Add a sequence at the end, or before all others."""
+        """Add a sequence with the last turn, or before all others."""
+        self._ids.add(sequence.seq_id)
         grammar = sequence.sampling.grammar
         number = self.grammars.number(grammar) if grammar else 0
         if number > self.grammars.last_compiled:
@@ -63,11 +80,22 @@ class WaitingQueue:
         self.num_blocks += sequence.num_waiting_blocks
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence. Does nothing when it is not there."""
+        """Drop a sequence. Does nothing when it is not there."""
         if sequence in self:
-            self._ready.pop(sequence.seq_id, None)
-            self._held.pop(sequence.seq_id, None)
-            self.num_blocks -= sequence.num_waiting_blocks
+            self._remove(sequence, takes_turn=False)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Remove a sequence that begins to run. It takes the next turn of its tenant, if it waited for one."""
+        line = self._line(sequence)
+        line.num_running += 1
+        self._remove(sequence, takes_turn=True)
+        self._place(line)
+
+    def count_stopped(self, sequence: Sequence) -> None:
+        """Note that an admitted sequence does not run any more."""
+        line = self._line(sequence)
+        line.num_running -= 1
+        self._place(line)
 
     def release(self, last_compiled: int) -> None:
         """Let sequences be chosen whose grammars have numbers up to this one. Those with an output go before all others."""
@@ -99,7 +127,7 @@ class WaitingQueue:
         goes first: later its blocks may be evicted. A sequence is passed over a limited number of times, and those in flight
         overtake no other.
         """
-        first, *others = islice(self._ready.values(), _MAX_LOOKAHEAD)
+        first, *others = islice(self._first.values() or self._order[0][2], _MAX_LOOKAHEAD)
         chosen, hit_blocks = first, find_blocks(first, 0)
         if first.num_passed_over < _MAX_PASSED_OVER:
             for sequence in others:
@@ -113,7 +141,7 @@ class WaitingQueue:
 
     def num_admissible(self, num_free_blocks: int, max_sequences: int) -> int:
         """Return how many of the first sequences the free blocks can take, were nothing cached."""
-        head = list(islice(self._ready.values(), max(0, max_sequences)))
+        head = list(islice(self._ready(), max(0, max_sequences)))
         for number, sequence in enumerate(head):
             num_free_blocks -= self._num_blocks_to_admit(sequence)
             if num_free_blocks < 0:
@@ -121,17 +149,63 @@ class WaitingQueue:
         return len(head)
 
     def _push_ready(self, sequence: Sequence, *, is_first: bool = False) -> None:
-        self._ready[sequence.seq_id] = sequence
         if is_first:
-            self._ready.move_to_end(sequence.seq_id, last=False)
+            self._first[sequence.seq_id] = sequence
+            self._first.move_to_end(sequence.seq_id, last=False)
+        else:
+            self._last_turn += 1
+            line = self._line(sequence)
+            line.add(sequence, self._last_turn)
+            self._place(line)
+
+    def _remove(self, sequence: Sequence, *, takes_turn: bool) -> None:
+        self._ids.remove(sequence.seq_id)
+        self.num_blocks -= sequence.num_waiting_blocks
+        if not (self._first.pop(sequence.seq_id, None) or self._held.pop(sequence.seq_id, None)):
+            line = self._line(sequence)
+            line.remove(sequence, takes_turn=takes_turn)
+            self._place(line)
+
+    def _line(self, sequence: Sequence) -> TenantLine:
+        if sequence.tenant not in self._lines:
+            self._lines[sequence.tenant] = TenantLine(sequence.tenant)
+        return self._lines[sequence.tenant]
+
+    def _place(self, line: TenantLine) -> None:
+        """Put a line where it belongs now."""
+        if line.place is not None:
+            del self._order[bisect_left(self._order, line.place)]
+        line.place = (line.num_running > 0, line.turns[0], line) if line.turns else None
+        if line.place is not None:
+            insort(self._order, line.place)
+        elif not line.num_running:
+            del self._lines[line.tenant]
+
+    def _ready(self) -> Iterator[Sequence]:
+        """Yield those that can be chosen, in the order in which they are admitted if nothing is cached and none ends."""
+        yield from self._first.values()
+        started = {sequence.tenant for sequence in self._first.values()}
+        turns = (
+            zip(chain([has_running or line.tenant in started], repeat(True)), line.turns, line)
+            for has_running, _, line in self._order
+        )
+        yield from (sequence for _, _, sequence in merge(*turns))
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:
         """Blocks for the known tokens and one more."""
         return self._layout.num_blocks(sequence.num_tokens + 1)
 
-    def check_integrity(self) -> None:
-        """Check that waiting sequences have no state in the pool, that none was passed over too often, and that the sum of
-        their blocks is right."""
-        assert all(not each.block_ids and each.num_computed == 0 for each in self), "a waiting sequence has blocks"
-        assert all(each.num_passed_over <= _MAX_PASSED_OVER for each in self), "a sequence was passed over too often"
-        assert self.num_blocks == sum(each.num_waiting_blocks for each in self), "the sum of their blocks is wrong"
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Check that waiting sequences have no state in the pool, that none was passed over too often, that the sum of their
+        blocks is right, that each is there once, and that the tenants are in order."""
+        waiting = list(self)
+        assert all(not each.block_ids and each.num_computed == 0 for each in waiting), "a waiting sequence has blocks"
+        assert all(each.num_passed_over <= _MAX_PASSED_OVER for each in waiting), "a sequence was passed over too often"
+        assert self.num_blocks == sum(each.num_waiting_blocks for each in waiting), "the sum of their blocks is wrong"
+        assert sorted(each.seq_id for each in waiting) == sorted(self._ids), "a sequence is lost, or there twice"
+        for line in self._lines.values():
+            line.check_integrity()
+        num_running = {tenant: line.num_running for tenant, line in self._lines.items() if line.num_running}
+        assert num_running == Counter(each.tenant for each in running), "the tenants' running sequences are miscounted"
+        places = [(line.num_running > 0, line.turns[0], line) for line in self._lines.values() if line.turns]
+        assert self._order == sorted(places), "the order of the tenants is wrong"

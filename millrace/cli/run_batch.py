@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_OPEN = 10_000
 """Jobs of a run that are in the queue at a time: more than the engines of a large service run at once."""
 
+_DELETED_TOGETHER = 200
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 """Sampling parameters that are options for all lines."""
 _EPILOG = """The answers come in the order in which they are ready, and are brought into the order of the input at the end.
@@ -217,6 +218,7 @@ class _Run:
         from millrace.producer import InvalidRequest
         from millrace.producer.openai_format import ended_line, refused_line
 
+        written: list[str] = []
         with ReconnectingClient(redis_url, queue=queue) as client, self._progress:
             if not self._has_own_queue:
                 client.look_up([self._output.batch])  # if the server cannot be used, the run has not begun
@@ -227,6 +229,10 @@ class _Run:
                     self._output.write(refused_line(line_id, line.custom_id, end, line.aliases))
                 else:
                     self._output.write(ended_line(line_id, line, end))
+                    written.append(end.id)
+                if self._has_own_queue and len(written) >= _DELETED_TOGETHER:  # nobody else can read them
+                    client.delete_many(written)
+                    written.clear()
                 self._progress.show(self._output.num_written)
 
     def _jobs(self, lines: Iterator[InputLine]) -> Iterator[Submission]:
