@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 
 from millrace.engine_service.core.announced_grammars import AnnouncedGrammars
 from millrace.engine_service.core.sequence import Sequence
@@ -22,10 +22,11 @@ _MAX_PASSED_OVER = 16
 class WaitingQueue:
     """Owns the waiting sequences in their order, the sum of the blocks that they need, and how many of each tenant run.
 
-    Sequences that are pushed before all others are admitted first. The others bring turns to their tenants, in the order of
-    arrival, so the shares that the claims gave the tenants stay. In its turn a tenant's sequence of the highest priority is
-    admitted, so priorities change nothing for other tenants. A tenant with no running sequence has its next turn before all
-    tenants that have some. It then has one, so each tenant's turn comes: at the latest when nothing of the tenant runs.
+    Sequences that are pushed before all others, such as preempted ones, are admitted first. Each other one brings its tenant
+    a turn. The turns come in the order of arrival, which keeps the shares that the claims gave to the tenants. In a turn the
+    tenant's sequence of the highest priority is admitted, so priorities change nothing for other tenants. The next turn of a
+    tenant with no running sequence comes before those of tenants that have some. This starves no tenant: once none of its
+    sequences runs, only older turns are before its own.
 
     A sequence whose grammar the workers have not compiled is held: it is not chosen, and others go before it.
     """
@@ -82,14 +83,11 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Drop a sequence. Does nothing when it is not there."""
         if sequence in self:
-            self._remove(sequence, takes_turn=False)
+            self._remove(sequence, is_admitted=False)
 
     def admit(self, sequence: Sequence) -> None:
         """Remove a sequence that begins to run. It takes the next turn of its tenant, if it waited for one."""
-        line = self._line(sequence)
-        line.num_running += 1
-        self._remove(sequence, takes_turn=True)
-        self._place(line)
+        self._remove(sequence, is_admitted=True)
 
     def count_stopped(self, sequence: Sequence) -> None:
         """Note that an admitted sequence does not run any more."""
@@ -127,7 +125,7 @@ class WaitingQueue:
         goes first: later its blocks may be evicted. A sequence is passed over a limited number of times, and those in flight
         overtake no other.
         """
-        first, *others = islice(self._first.values() or self._order[0][2], _MAX_LOOKAHEAD)
+        first, *others = islice(self._first.values() if self._first else self._order[0][2], _MAX_LOOKAHEAD)
         chosen, hit_blocks = first, find_blocks(first, 0)
         if first.num_passed_over < _MAX_PASSED_OVER:
             for sequence in others:
@@ -158,13 +156,14 @@ class WaitingQueue:
             line.add(sequence, self._last_turn)
             self._place(line)
 
-    def _remove(self, sequence: Sequence, *, takes_turn: bool) -> None:
+    def _remove(self, sequence: Sequence, *, is_admitted: bool) -> None:
         self._ids.remove(sequence.seq_id)
         self.num_blocks -= sequence.num_waiting_blocks
+        line = self._line(sequence)
+        line.num_running += is_admitted
         if not (self._first.pop(sequence.seq_id, None) or self._held.pop(sequence.seq_id, None)):
-            line = self._line(sequence)
-            line.remove(sequence, takes_turn=takes_turn)
-            self._place(line)
+            line.remove(sequence, takes_turn=is_admitted)
+        self._place(line)
 
     def _line(self, sequence: Sequence) -> TenantLine:
         if sequence.tenant not in self._lines:
@@ -173,22 +172,21 @@ class WaitingQueue:
 
     def _place(self, line: TenantLine) -> None:
         """Put a line where it belongs now."""
-        if line.place is not None:
-            del self._order[bisect_left(self._order, line.place)]
-        line.place = (line.num_running > 0, line.turns[0], line) if line.turns else None
-        if line.place is not None:
-            insort(self._order, line.place)
-        elif not line.num_running:
+        place = (line.num_running > 0, line.turns[0], line) if line.turns else None
+        if place != line.place:
+            if line.place is not None:
+                del self._order[bisect_left(self._order, line.place)]
+            if place is not None:
+                insort(self._order, place)
+            line.place = place
+        if not (line.turns or line.num_running):
             del self._lines[line.tenant]
 
     def _ready(self) -> Iterator[Sequence]:
         """Yield those that can be chosen, in the order in which they are admitted if nothing is cached and none ends."""
         yield from self._first.values()
         started = {sequence.tenant for sequence in self._first.values()}
-        turns = (
-            zip(chain([has_running or line.tenant in started], repeat(True)), line.turns, line)
-            for has_running, _, line in self._order
-        )
+        turns = (line.in_turn(has_running or line.tenant in started) for has_running, _, line in self._order)
         yield from (sequence for _, _, sequence in merge(*turns))
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:

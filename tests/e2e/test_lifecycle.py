@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
 
 from millrace import Client
 from millrace.results.keys import QueueKeys
-from tests.e2e.conftest import Service
+from tests.e2e.conftest import Service, StartEngine
 from tests.e2e.engines import LIMIT_S, wait_until
 
 
@@ -91,3 +94,32 @@ def test_a_record_of_a_newer_protocol_is_left_to_a_newer_engine(
     assert paused.get(newer).attempt == 0
     assert redis_client.hget(keys.job(newer), "novelty") == b"kept"
     assert paused.cancel(newer) == "cancelled"
+
+
+def test_a_late_job_begins_before_claimed_ones_if_its_priority_is_better_or_its_tenant_has_none_running(
+    redis_url: str, queue_name: str, start_engine: StartEngine
+) -> None:
+    engine = start_engine("--max-num-seqs", "2")
+    with Client(redis_url, queue=queue_name) as client:
+
+        def submit(max_tokens: int, **options: Any) -> str:
+            return client.submit(prompt="A story:", max_tokens=max_tokens, ignore_eos=True, **options)
+
+        def submit_and_wait_for_claim(**options: Any) -> str:
+            job_id = submit(9, **options)
+            wait_until(lambda: client.get(job_id).state == "running")
+            return job_id
+
+        for running in [submit(max_tokens, tenant="bulk", stream=True) for max_tokens in (700, 900)]:
+            next(client.stream(running))
+        (worker,) = engine.worker_pids()
+        os.kill(worker, signal.SIGSTOP)  # so that no job ends before all are claimed
+        try:
+            bulk = [submit_and_wait_for_claim(tenant="bulk") for _ in range(2)]
+            urgent = submit_and_wait_for_claim(tenant="bulk", priority=-100)
+            other = submit_and_wait_for_claim(tenant="other")
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        jobs = [client.wait(job_id, LIMIT_S) for job_id in (*bulk, urgent, other)]
+        jobs.sort(key=lambda job: job.timings.first_token_ms or 0)
+        assert [job.id for job in jobs] == [other, urgent, *bulk]
