@@ -140,7 +140,7 @@ _SWITCHES = {
     "--batch-invariant": (
         "batch_invariant",
         True,
-        "make the tokens of a job independent of other jobs, cached prompts and restarts; no cost on a CPU without AMX",
+        "make the tokens of a job independent of other jobs, cached prompts and restarts; no cost on a CPU",
     ),
 }
 """By switch: the option that it sets, the value, and what the help says."""

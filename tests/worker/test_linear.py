@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,21 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-import millrace.worker.kernels.library as kernels_library
 import millrace.worker.linear.choice as choice
 import millrace.worker.linear.packed as packed_linear
 from millrace.worker import rank_model
-from millrace.worker.errors import WeightsChanged
 from millrace.worker.kernels.library import VARIABLE, Kernels, find_kernels, supported_instruction_sets
 from millrace.worker.linear.choice import pack_linear
 from millrace.worker.linear.modules import use_packed_linear
-from millrace.worker.linear.packed import CompiledLinear, OneDNNLinear, PackedLinear, TorchLinear
-from millrace.worker.loading.checksum import check_unchanged, checksums
+from millrace.worker.linear.packed import CompiledLinear, PackedLinear, TorchLinear
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import make_model
-
-HAS_ONEDNN = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="oneDNN has no bfloat16 on this machine")
 
 
 @pytest.fixture
@@ -38,11 +31,8 @@ def kernels() -> Kernels:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_accepted", {})
-    choice._has_onednn.cache_clear()
-    yield
-    choice._has_onednn.cache_clear()
 
 
 def with_instruction_set(kernels: Kernels, name: str) -> Kernels:
@@ -120,22 +110,20 @@ def test_several_layers_become_one(has_kernels: bool, kernels: Kernels, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("instruction_set", "machine_has_amx", "dtypes", "expected"),
+    ("instruction_set", "dtypes", "expected"),
     [
-        ("avx512bf16", False, (torch.float32, torch.float32), CompiledLinear),
-        ("avx512bf16", False, (torch.bfloat16, torch.bfloat16), CompiledLinear),
-        ("avx512bf16", True, (torch.bfloat16, torch.bfloat16), OneDNNLinear if HAS_ONEDNN else CompiledLinear),
-        ("avx512bf16", True, (torch.bfloat16, torch.float32), CompiledLinear),
-        ("avx512", True, (torch.bfloat16, torch.bfloat16), CompiledLinear),
-        ("avx2", False, (torch.float32, torch.float32), CompiledLinear),
-        ("avx2", False, (torch.float16, torch.float16), TorchLinear),
-        ("generic", False, (torch.float32, torch.float32), TorchLinear),
-        ("none", False, (torch.bfloat16, torch.bfloat16), TorchLinear),
+        ("amx", (torch.bfloat16, torch.bfloat16), CompiledLinear),
+        ("avx512bf16", (torch.float32, torch.float32), CompiledLinear),
+        ("avx512bf16", (torch.bfloat16, torch.bfloat16), CompiledLinear),
+        ("avx512", (torch.bfloat16, torch.float32), CompiledLinear),
+        ("avx2", (torch.float32, torch.float32), CompiledLinear),
+        ("avx2", (torch.float16, torch.float16), TorchLinear),
+        ("generic", (torch.float32, torch.float32), TorchLinear),
+        ("none", (torch.bfloat16, torch.bfloat16), TorchLinear),
     ],
 )
 def test_dtypes_and_machine_decide_who_computes(
     instruction_set: str,
-    machine_has_amx: bool,
     dtypes: tuple[torch.dtype, torch.dtype],
     expected: type[PackedLinear],
     kernels: Kernels,
@@ -143,7 +131,6 @@ def test_dtypes_and_machine_decide_who_computes(
 ) -> None:
     found = None if instruction_set == "none" else with_instruction_set(kernels, instruction_set)
     monkeypatch.setattr(choice, "find_kernels", lambda: found)
-    monkeypatch.setattr(kernels_library, "_cpu_flags", lambda: {"amx_bf16"} if machine_has_amx else set())
     weight = torch.randn(40, 30).to(dtypes[0])
     packed = pack_linear([weight], dtype=dtypes[1])
     assert type(packed) is expected
@@ -152,38 +139,6 @@ def test_dtypes_and_machine_decide_who_computes(
         outputs = torch.ones(num_rows, 40, dtype=dtypes[1])
         packed.into(inputs, outputs, accumulate=True)
         torch.testing.assert_close(outputs.double(), inputs.double() @ weight.double().t() + 1, rtol=0.02, atol=0.1)
-
-
-@needs_onednn
-@pytest.mark.parametrize("error", [AttributeError("no such function"), None])
-def test_onednn_that_is_missing_or_wrong_is_replaced(
-    error: Exception | None, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def multiply(self: OneDNNLinear, inputs: torch.Tensor) -> torch.Tensor:
-        if error is not None:
-            raise error
-        return torch.zeros(len(inputs), self.num_outputs, dtype=self.dtype)
-
-    monkeypatch.setattr(choice, "find_kernels", lambda: with_instruction_set(kernels, "avx512bf16"))
-    monkeypatch.setattr(kernels_library, "_cpu_flags", lambda: {"amx_bf16"})
-    monkeypatch.setattr(OneDNNLinear, "_multiply", multiply)
-    assert isinstance(pack_linear([torch.randn(8, 8).bfloat16()]), CompiledLinear)
-    (record,) = caplog.records
-    assert "oneDNN cannot be used" in record.getMessage()
-    assert ("no such function" if error else "the results are wrong") in record.getMessage()
-
-
-@needs_onednn
-def test_weights_of_onednn_have_a_checksum() -> None:
-    weight = torch.randn(40, 30).bfloat16()
-    model = nn.Linear(30, 40)
-    model.weight = nn.Parameter(OneDNNLinear(weight, None).weights, requires_grad=False)
-    assert checksums(model)["weight"] != 0
-    model.weight = nn.Parameter(OneDNNLinear(weight + 1, None).weights, requires_grad=False)
-    before = checksums(model)
-    model.weight = nn.Parameter(OneDNNLinear(weight, None).weights, requires_grad=False)
-    with pytest.raises(WeightsChanged):
-        check_unchanged(model, before)
 
 
 @torch.inference_mode()

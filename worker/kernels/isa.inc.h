@@ -23,6 +23,9 @@ PUSH_TARGET(TARGET)
 #ifndef HAS_BF16_PAIRS
 #define HAS_BF16_PAIRS 0
 #endif
+#ifndef HAS_TILES
+#define HAS_TILES 0
+#endif
 
 #include "simd.h"
 #include "regions.inc.h"

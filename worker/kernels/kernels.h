@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 17
+#define MILLRACE_KERNELS_VERSION 18
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, UINT8 = 2 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -129,6 +129,14 @@ struct kernels {
 extern const struct kernels kernels_generic;
 #if defined(__x86_64__)
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
+
+/* Whether the compiler knows AMX, which a process of Linux has to ask for. */
+#if defined(__x86_64__) && defined(__linux__)
+#if (defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11)
+#define HAS_AMX_COMPILER 1
+extern const struct kernels kernels_amx;
+#endif
+#endif
 #endif
 
 #endif

@@ -3,13 +3,27 @@
 
 #include <stdlib.h>
 #include <string.h>
+#if HAS_AMX_COMPILER
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Whether the machine has AMX for bfloat16, and Linux lets this process use it. */
+static int has_amx(void)
+{
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & AMX_BF16 && d & AMX_TILE &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+}
+#endif
 
 int millrace_version(void)
 {
     return MILLRACE_KERNELS_VERSION;
 }
 
-/* Return the kernels for "generic", "avx2", "avx512" or "avx512bf16", or NULL if this machine does not have them. */
+/* Return the kernels for "generic", "avx2", "avx512", "avx512bf16" or "amx", or NULL if this machine does not have them. */
 const struct kernels *millrace_kernels(const char *name)
 {
 #if defined(__x86_64__)
@@ -21,8 +35,13 @@ const struct kernels *millrace_kernels(const char *name)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kernels_avx2 : NULL;
     if (strcmp(name, "avx512") == 0)
         return has_avx512 ? &kernels_avx512 : NULL;
+    int has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") && has_vnni;
     if (strcmp(name, "avx512bf16") == 0)
-        return has_avx512 && __builtin_cpu_supports("avx512bf16") && has_vnni ? &kernels_avx512bf16 : NULL;
+        return has_bf16 ? &kernels_avx512bf16 : NULL;
+#if HAS_AMX_COMPILER
+    if (strcmp(name, "amx") == 0)
+        return has_bf16 && has_amx() ? &kernels_amx : NULL;
+#endif
 #endif
     return strcmp(name, "generic") == 0 ? &kernels_generic : NULL;
 }

@@ -18,9 +18,9 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 17
+VERSION = 18
 """MILLRACE_KERNELS_VERSION of kernels.h."""
-INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
+INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
 VARIABLE = "MILLRACE_KERNELS"
 """Environment variable: "auto", an instruction set, or "none" for torch alone."""
@@ -188,21 +188,7 @@ def has_bfloat16(kernels: Kernels | None) -> bool:
     """Whether the chosen instruction set multiplies bfloat16."""
     if kernels is None or kernels.instruction_set == "generic":
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return kernels.instruction_set == "avx512bf16"
-
-
-def has_amx(kernels: Kernels) -> bool:
-    """Whether the chosen instruction set is the machine's best one, and the machine multiplies tiles of bfloat16."""
-    return kernels.instruction_set == "avx512bf16" and "amx_bf16" in _cpu_flags()
-
-
-@cache
-def _cpu_flags() -> frozenset[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(flag for line in lines if line.startswith("flags") for flag in line.split())
+    return kernels.instruction_set in ("amx", "avx512bf16")
 
 
 def load_library(directory: Path) -> ctypes.CDLL:

@@ -28,6 +28,7 @@ enum products {
     OF_FLOAT32, /* from float32 weights and inputs */
     WIDENED,    /* from bfloat16 weights, widened on the way, and float32 inputs */
     IN_PAIRS,   /* from bfloat16 weights and inputs: the instruction adds the products of a pair to the sum */
+    IN_MATRICES, /* the same by AMX: an instruction multiplies 16 rows by 16 outputs, for 32 inputs */
     OF_BYTES,   /* from weights in 8 bits and inputs in 15, of which four are in the order 0, 2, 1, 3 */
 };
 
@@ -99,12 +100,96 @@ static ALWAYS_INLINE void add_span_of_bytes(const char *input, int64_t stride, c
         }
 }
 
+#if HAS_TILES
+enum { AMX_ROWS = 16, AMX_INPUTS = 32 };
+
+static _Thread_local int64_t amx_rows; /* for which the registers are configured; 0: none */
+
+/* Registers 0 to 2 have the sums of the first rows, 3 to 5 those of the next 16, 6 the inputs and 7 the weights. */
+static void configure_registers(int64_t num_rows)
+{
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes_per_row[16];
+        uint8_t num_rows[16];
+    } registers = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        registers.bytes_per_row[i] = 64;
+        registers.num_rows[i] = i < 7 ? num_rows : 16;
+    }
+    _tile_loadconfig(&registers);
+    amx_rows = num_rows;
+}
+
+/* The compiler wants the numbers of registers as literals. */
+#define LOAD_SUMS(a, b, c, from) \
+    _tile_loadd(a, from, LINE); \
+    _tile_loadd(b, (from) + LANES, LINE); \
+    _tile_loadd(c, (from) + 2 * LANES, LINE)
+#define STORE_SUMS(a, b, c, to) \
+    _tile_stored(a, to, LINE); \
+    _tile_stored(b, (to) + LANES, LINE); \
+    _tile_stored(c, (to) + 2 * LANES, LINE)
+
+/* As add_span, of a multiple of AMX_INPUTS, for 1 to 16 rows or for 32. `prefetches`: the weights of the next span. */
+static void add_span_of_matrices(const char *input, int64_t stride, const float *line, int64_t size, int64_t num_rows,
+                                 int is_first, int prefetches, float *results)
+{
+    enum { LINE = PANEL_OUTPUTS * sizeof(float), STEP = AMX_INPUTS / 2 * PANEL_OUTPUTS };
+    const int is_double = num_rows > AMX_ROWS;
+    float *more = results + AMX_ROWS * PANEL_OUTPUTS;
+    if (amx_rows != (is_double ? AMX_ROWS : num_rows))
+        configure_registers(is_double ? AMX_ROWS : num_rows);
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_zero(4);
+        _tile_zero(5);
+    } else {
+        LOAD_SUMS(0, 1, 2, results);
+        if (is_double) {
+            LOAD_SUMS(3, 4, 5, more);
+        }
+    }
+    for (int64_t k = 0; k < size; k += AMX_INPUTS, input += AMX_INPUTS * sizeof(uint16_t), line += STEP) {
+        for (int i = 0; prefetches && i < STEP; i += 16)
+            __builtin_prefetch(line + AHEAD + i, 0, 2);
+        _tile_loadd(7, line, LINE);
+        _tile_loadd(6, input, stride);
+        _tile_dpbf16ps(0, 6, 7);
+        if (is_double) {
+            _tile_loadd(6, input + AMX_ROWS * stride, stride);
+            _tile_dpbf16ps(3, 6, 7);
+            _tile_loadd(7, line + LANES, LINE);
+            _tile_dpbf16ps(4, 6, 7);
+            _tile_loadd(6, input, stride);
+            _tile_dpbf16ps(1, 6, 7);
+            _tile_loadd(7, line + 2 * LANES, LINE);
+            _tile_dpbf16ps(2, 6, 7);
+            _tile_loadd(6, input + AMX_ROWS * stride, stride);
+            _tile_dpbf16ps(5, 6, 7);
+        } else {
+            _tile_loadd(7, line + LANES, LINE);
+            _tile_dpbf16ps(1, 6, 7);
+            _tile_loadd(7, line + 2 * LANES, LINE);
+            _tile_dpbf16ps(2, 6, 7);
+        }
+    }
+    STORE_SUMS(0, 1, 2, results);
+    if (is_double) {
+        STORE_SUMS(3, 4, 5, more);
+    }
+}
+#endif
+
 /* The compiler makes a version of add_span for each number of rows and each kind of products. */
 #define ADD_SPAN(num_rows) \
     case num_rows: \
         if (rows.products == OF_FLOAT32) \
             add_span(input, rows.stride, line, size, OF_FLOAT32, num_rows, is_first, results); \
-        else if (HAS_BF16_PAIRS && rows.products == IN_PAIRS) \
+        else if (HAS_BF16_PAIRS && (rows.products == IN_PAIRS || rows.products == IN_MATRICES)) \
             add_span(input, rows.stride, line, size, IN_PAIRS, num_rows, is_first, results); \
         else if (rows.products == OF_BYTES) \
             add_span_of_bytes(input, rows.stride, line, size, num_rows, is_first, results); \
@@ -113,14 +198,45 @@ static ALWAYS_INLINE void add_span_of_bytes(const char *input, int64_t stride, c
         break;
 
 static __attribute__((noinline)) void add_tile(struct rows rows, const char *input, const float *line, int64_t size,
-                                               int64_t num_rows, int is_first, float *results)
+                                               int64_t num_rows, int is_first, int prefetches, float *results)
 {
+#if HAS_TILES
+    int64_t whole = size / AMX_INPUTS * AMX_INPUTS;
+    if (rows.products == IN_MATRICES && whole > 0) {
+        int64_t first = num_rows < 2 * AMX_ROWS ? smaller(AMX_ROWS, num_rows) : num_rows, rest = num_rows - first;
+        add_span_of_matrices(input, rows.stride, line, whole, first, is_first, prefetches, results);
+        if (rest > 0)
+            add_span_of_matrices(input + first * rows.stride, rows.stride, line, whole, rest, is_first, 0,
+                                 results + first * PANEL_OUTPUTS);
+        if (whole == size)
+            return;
+        input += whole * sizeof(uint16_t);
+        line += whole / 2 * PANEL_OUTPUTS;
+        size -= whole;
+        is_first = 0;
+    }
+    for (; num_rows > TILE_ROWS; num_rows -= TILE_ROWS) {
+        add_tile(rows, input, line, size, TILE_ROWS, is_first, 0, results);
+        input += TILE_ROWS * rows.stride;
+        results += TILE_ROWS * PANEL_OUTPUTS;
+    }
+#endif
     switch (num_rows) {
         ADD_SPAN(1) ADD_SPAN(2) ADD_SPAN(3) ADD_SPAN(4) ADD_SPAN(5) ADD_SPAN(6)
 #if LANES == 16
         ADD_SPAN(7) ADD_SPAN(8)
 #endif
     }
+}
+
+/* Return the number of rows of a whole tile. */
+static int64_t most_rows(struct rows rows)
+{
+#if HAS_TILES
+    if (rows.products == IN_MATRICES)
+        return 2 * AMX_ROWS;
+#endif
+    return TILE_ROWS;
 }
 
 /* --- the calls --- */
@@ -158,6 +274,15 @@ static void finish_tile(const struct linear *c, float *sums, int64_t first_row, 
             int64_t at = row * c->num_outputs + first_output;
             for (int64_t i = 0; c->accumulates && i < num_outputs; i++)
                 sums[i] += item(c->output, at + i, c->output_dtype);
+#if HAS_BF16_PAIRS
+            if (c->output_dtype == BFLOAT16 && num_outputs == PANEL_OUTPUTS) {
+                for (int v = 0; v < PANEL_VECTORS; v++) {
+                    __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(sums + v * LANES));
+                    memcpy((uint16_t *)c->output + at + v * LANES, &rounded, sizeof rounded);
+                }
+                continue;
+            }
+#endif
             narrow(c->output, at, sums, num_outputs, c->output_dtype, 1.0f);
             continue;
         }
@@ -185,14 +310,16 @@ static void compute_panel(const struct linear *c, struct rows rows, int64_t firs
     int64_t inputs_per_line = c->weight_dtype == UINT8 ? 4 : c->weight_dtype == BFLOAT16 ? 2 : 1;
     int64_t lines = (c->num_inputs + inputs_per_line - 1) / inputs_per_line;
     const float *first_line = (const float *)c->panels + panel * lines * PANEL_OUTPUTS;
-    int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t most = most_rows(rows), num_tiles = (num_rows + most - 1) / most;
+    int64_t per_tile = rows.products == IN_MATRICES ? most : (num_rows + num_tiles - 1) / num_tiles;
     for (int64_t k = 0; k < c->num_inputs; k += SPAN_INPUTS) {
         int64_t size = smaller(SPAN_INPUTS, c->num_inputs - k);
         const float *line = first_line + k / inputs_per_line * PANEL_OUTPUTS;
-        for (int64_t tile = 0; tile < num_tiles; tile++) { /* of about the same size */
-            int64_t from = num_rows * tile / num_tiles, to = num_rows * (tile + 1) / num_tiles, row = first_row + from;
+        for (int64_t from = 0; from < num_rows; from += per_tile) {
+            int64_t to = smaller(from + per_tile, num_rows), row = first_row + from;
             float *sums_of_tile = sums + from * PANEL_OUTPUTS;
-            add_tile(rows, rows.first + row * rows.stride + k * rows.size, line, size, to - from, k == 0, sums_of_tile);
+            add_tile(rows, rows.first + row * rows.stride + k * rows.size, line, size, to - from, k == 0, from == 0,
+                     sums_of_tile);
             if (k + size == c->num_inputs)
                 finish_tile(c, sums_of_tile, row, to - from, panel, sink);
         }
@@ -203,14 +330,15 @@ static void compute_panel(const struct linear *c, struct rows rows, int64_t firs
  * Rows whose distance is a power of 2 would displace each other from the cache. */
 static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
 {
-    enum products products = c->weight_dtype == FLOAT32                        ? OF_FLOAT32
-                             : HAS_BF16_PAIRS && c->input_dtype == BFLOAT16 ? IN_PAIRS
-                                                                            : WIDENED;
-    int64_t size = products == IN_PAIRS ? sizeof(uint16_t) : sizeof(float);
-    int is_direct = products == IN_PAIRS ? c->num_inputs % 2 == 0 : c->input_dtype == FLOAT32;
+    int is_bfloat16 = c->weight_dtype == BFLOAT16 && HAS_BF16_PAIRS && c->input_dtype == BFLOAT16;
+    enum products products = is_bfloat16                    ? HAS_TILES ? IN_MATRICES : IN_PAIRS
+                             : c->weight_dtype == FLOAT32 ? OF_FLOAT32
+                                                          : WIDENED;
+    int64_t size = is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+    int is_direct = is_bfloat16 ? c->num_inputs % 2 == 0 : c->input_dtype == FLOAT32;
     *rows = (struct rows){c->input, c->num_inputs * size, size, products};
     *copy = NULL;
-    if (is_direct && (c->num_rows <= TILE_ROWS || rows->stride % 2048 != 0))
+    if (is_direct && (c->num_rows <= 4 * TILE_ROWS || rows->stride % 2048 != 0))
         return 0;
     rows->stride += 64 + rows->stride % 4;
     if (!(*copy = malloc(c->num_rows * rows->stride + 1)))
@@ -218,7 +346,7 @@ static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
     rows->first = *copy;
     for (int64_t row = 0; row < c->num_rows; row++) {
         char *to = *copy + row * rows->stride;
-        if (products == IN_PAIRS) {
+        if (is_bfloat16) {
             memcpy(to, (const char *)c->input + row * c->num_inputs * size, c->num_inputs * size);
             memset(to + c->num_inputs * size, 0, size);
         } else
@@ -228,19 +356,20 @@ static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
 }
 
 /* Return how many rows pass a panel at a time. */
-static int64_t block_rows(const struct linear *c)
+static int64_t block_rows(const struct linear *c, struct rows rows)
 {
-    int64_t block = BLOCK_INPUTS / c->num_inputs / TILE_ROWS * TILE_ROWS;
-    return smaller(block > 4 * TILE_ROWS ? block : 4 * TILE_ROWS, BLOCK_ROWS);
+    int64_t least = 4 * TILE_ROWS, inputs = rows.products == IN_MATRICES ? 3 * BLOCK_INPUTS : BLOCK_INPUTS;
+    int64_t block = inputs / c->num_inputs / most_rows(rows) * most_rows(rows);
+    return smaller(block > least ? block : least, BLOCK_ROWS);
 }
 
 /* Compute the panels of `kept` [M, panels] for each row, or all. */
 static void compute_panels(const struct linear *c, struct rows rows, const char *kept, struct sink sink, int num_threads)
 {
-    int64_t block = block_rows(c), panels = num_panels(c), units = (c->num_rows + block - 1) / block * panels;
+    int64_t block = block_rows(c, rows), panels = num_panels(c), units = (c->num_rows + block - 1) / block * panels;
 #pragma omp parallel num_threads(num_threads)
     {
-        float sums[BLOCK_ROWS * PANEL_OUTPUTS];
+        float sums[BLOCK_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
         struct sink own = sink;
         own.leaders = sink.leaders ? sink.leaders + omp_get_thread_num() * c->num_rows : NULL;
         /* Units are not divided in advance: a thread that loses its core for a while takes fewer than the others. */
@@ -255,6 +384,11 @@ static void compute_panels(const struct linear *c, struct rows rows, const char 
                     begin = row + 1;
                 }
         }
+#if HAS_TILES
+        if (amx_rows > 0)
+            _tile_release(); /* others may configure the registers before the next call */
+        amx_rows = 0;
+#endif
     }
 }
 

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from millrace.worker.errors import ConfigError
 from millrace.worker.host_memory import free_host_bytes
-from millrace.worker.kernels.library import KERNEL_DTYPES, find_kernels, has_amx
-from millrace.worker.linear.packed import ROW_MULTIPLE, CompiledLinear, OneDNNLinear, PackedLinear, TorchLinear
+from millrace.worker.kernels.library import KERNEL_DTYPES, find_kernels
+from millrace.worker.linear.packed import CompiledLinear, PackedLinear, TorchLinear
 
 logger = logging.getLogger("millrace.worker")
 
-COMPARED_ROWS, COMPARED_OUTPUTS = (1, 7, 16), 256
+COMPARED_ROWS, COMPARED_OUTPUTS = (1, 7, 40), 256
 """The results of each shape are compared with torch's at these numbers of rows: the first and the last outputs."""
 LEAST_SCREENED_OUTPUTS = 4096
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -38,15 +38,15 @@ def pack_linear(
 ) -> PackedLinear:
     """Return a layer of these weights [N_i, K] and biases [N_i].
 
-    The choice between the compiled kernel, oneDNN and torch depends only on the dtypes and on the machine, so that two
-    starts round in the same way. The first layer of each shape is compared with torch. Without memory for a packed copy
+    The choice between the compiled kernel and torch depends only on the dtypes and on the machine, so that two starts
+    round in the same way. The first layer of each shape is compared with torch. Without memory for a packed copy
     torch computes the layer.
 
     `dtype`: of the inputs; None means that of the weights. `output_dtype`: None means that of the inputs.
     `batch_invariant`: the result of a row must not depend on the others. Raises `ConfigError` without the compiled kernel.
     """
     dtype, bias = dtype or weights[0].dtype, join_biases(weights, biases)
-    packed = _pack(weights, bias, dtype, output_dtype, uses_onednn=not batch_invariant)
+    packed = _pack(weights, bias, dtype, output_dtype)
     if packed is not None and _is_accepted(packed, weights, bias):
         return packed
     if batch_invariant:
@@ -55,12 +55,7 @@ def pack_linear(
 
 
 def _pack(
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    output_dtype: torch.dtype | None,
-    *,
-    uses_onednn: bool,
+    weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, output_dtype: torch.dtype | None
 ) -> PackedLinear | None:
     """Return a layer that is faster than torch's. None if there is none, or no memory for it."""
     kernels, weight_dtype = find_kernels(), weights[0].dtype
@@ -69,8 +64,6 @@ def _pack(
     if 2 * sum(weight.nbytes for weight in weights) >= free_host_bytes():  # the packed copy, and one on the way to it
         _warn_once("there is no memory for packed weights: torch computes linear layers, which is slower")
         return None
-    if uses_onednn and weight_dtype == dtype == torch.bfloat16 and has_amx(kernels) and _has_onednn():
-        return OneDNNLinear(join(weights), bias, output_dtype)
     return CompiledLinear(weights, bias, kernels, dtype, output_dtype)
 
 
@@ -81,22 +74,6 @@ def screen_argmax(head: PackedLinear) -> None:
     has_memory = 2 * head.num_outputs * head.num_inputs < free_host_bytes()  # half of it for what is rounded together
     if head.num_outputs >= LEAST_SCREENED_OUTPUTS and has_memory:
         head.screen_argmax()
-
-
-@cache
-def _has_onednn() -> bool:
-    """Whether the private functions of torch that `OneDNNLinear` uses exist and compute what they did."""
-    weight = torch.linspace(-1, 1, 48 * 40, dtype=torch.float32, device="cpu").sin().view(48, 40).bfloat16()
-    try:
-        packed = OneDNNLinear(weight, None)
-        inputs = weight[: ROW_MULTIPLE + 1]
-        if _is_close(packed.forward(inputs), F.linear(inputs, weight)):
-            return True
-        reason = "the results are wrong"
-    except (AttributeError, RuntimeError, TypeError) as error:
-        reason = str(error)
-    logger.warning("oneDNN cannot be used through torch %s, so bfloat16 is slower: %.200s", torch.__version__, reason)
-    return False
 
 
 @cache

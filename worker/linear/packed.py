@@ -1,8 +1,8 @@
-"""The ways to compute a linear layer on a CPU: the compiled kernel and oneDNN with packed weights, and torch, whose class is
-also the base of those of a GPU.
+"""The ways to compute a linear layer on a CPU: the compiled kernel with packed weights, and torch, whose class is also the
+base of those of a GPU.
 
-With the compiled kernel the result of a row does not depend on the other rows of the step; oneDNN and torch round
-differently for other numbers of rows.
+With the compiled kernel the result of a row does not depend on the other rows of the step; torch rounds differently for
+other numbers of rows.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -20,8 +20,6 @@ from torch.nn import functional as F
 
 from millrace.worker.kernels.library import KERNEL_DTYPES, Kernels, LinearCall, PackCall, check
 
-ROWS_OF_ONEDNN, ROW_MULTIPLE = 256, 16
-"""Number of rows for which oneDNN orders its weights, and the multiple to which more rows than that are padded."""
 LARGE_BYTES = 32 << 20
 """Memory of this size is always returned to the system when it is released."""
 PANELS_AT_A_TIME = 16
@@ -206,39 +204,7 @@ def _to_panels(weights: Sequence[Tensor], num_outputs: int, kernels: Kernels) ->
     return panels
 
 
-class StoringLinear(PackedLinear):
-    """A layer whose results are new tensors."""
-
-    @abstractmethod
-    def _multiply(self, inputs: Tensor) -> Tensor:  # [M, K] -> [M, N]
-        pass
-
-    def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
-        results = self._multiply(inputs)
-        if accumulate:
-            outputs.add_(results)
-        else:
-            outputs.copy_(results)
-
-
-class OneDNNLinear(StoringLinear):
-    """A bfloat16 layer that oneDNN computes, from weights in its own order. Uses private functions of torch."""
-
-    name = "oneDNN"
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None = None) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], weight.dtype, output_dtype or weight.dtype)
-        self.weights, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_OF_ONEDNN), bias
-
-    def _multiply(self, inputs: Tensor) -> Tensor:
-        num_rows = inputs.shape[0]
-        if num_rows > ROW_MULTIPLE:  # oneDNN prepares itself for each new number of rows, which takes up to 1 ms
-            inputs = F.pad(inputs, (0, 0, 0, -num_rows % ROW_MULTIPLE))
-        results: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weights, self._bias, "none", [], "")
-        return results[:num_rows]
-
-
-class TorchLinear(StoringLinear):
+class TorchLinear(PackedLinear):
     """A layer that torch computes, from weights that are not packed."""
 
     name = "torch"
@@ -256,7 +222,8 @@ class TorchLinear(StoringLinear):
 
     def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
         if not self.weights.dtype == self.dtype == outputs.dtype:  # else the product itself writes or adds
-            super().into(inputs, outputs, accumulate)
+            results = F.linear(inputs, self.weights.to(self.dtype), self._bias)
+            (outputs.add_ if accumulate else outputs.copy_)(results)
         elif accumulate:
             outputs.addmm_(inputs, self.weights.T)
             if self._bias is not None:
@@ -265,6 +232,3 @@ class TorchLinear(StoringLinear):
             torch.mm(inputs, self.weights.T, out=outputs)
         else:
             torch.addmm(self._bias, inputs, self.weights.T, out=outputs)
-
-    def _multiply(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weights.to(self.dtype), self._bias)

@@ -57,7 +57,7 @@ def _sums(tensor: Tensor) -> Tensor:  # [P] int64, of P pieces
 
     A changed entry always changes the sum of its piece, since the factors are odd. Changes of several entries cancel each
     other with a chance of about 2^-32."""
-    memory = (tensor.to_dense() if tensor.is_mkldnn else tensor).detach().reshape(-1).view(torch.uint8)
+    memory = tensor.detach().reshape(-1).view(torch.uint8)
     piece_bytes = min(_PIECE_BYTES, max(8, len(memory) + -len(memory) % 8))
     factors = torch.arange(piece_bytes // 8, device=memory.device).mul_(_FACTOR)
     factors.bitwise_xor_(factors >> 32).bitwise_or_(1)

@@ -64,7 +64,7 @@ def test_packed_weights_can_be_read_by_output(kernels: Kernels, shape: tuple[int
 @torch.inference_mode()
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_is_summed_in_float32_and_rounded_once(kernels: Kernels, shape: tuple[int, int]) -> None:
-    for num_rows in (1, 4, 7, 40):
+    for num_rows in (1, 4, 7, 23, 40):
         linear = make_linear(shape, torch.bfloat16)
         inputs = make_inputs(num_rows, linear)
         expected = F.linear(inputs.double(), linear.weight.double(), linear.bias.double())
@@ -76,7 +76,7 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(kernels: Kernels, shape:
 @torch.inference_mode()
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_weights_take_float32_inputs(kernels: Kernels, shape: tuple[int, int]) -> None:
-    for num_rows in (1, 4, 7, 40):
+    for num_rows in (1, 4, 7, 23, 40):
         linear = make_linear(shape, torch.bfloat16)
         inputs = torch.randn(num_rows, shape[0], generator=torch.Generator().manual_seed(num_rows))
         expected = F.linear(inputs.double(), linear.weight.double(), linear.bias.double())
@@ -265,7 +265,7 @@ def test_a_row_has_the_same_bits_with_any_other_rows(
     compiled = pack(linear, kernels)
     inputs = make_inputs(600, linear)
     together = compiled.forward(inputs)
-    for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 64, 257):
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 23, 64, 257):
         first = 600 - num_rows
         assert torch.equal(compiled.forward(inputs[first:]), together[first:]), num_rows
 
