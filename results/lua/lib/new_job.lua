@@ -2,11 +2,11 @@
 -- include: queue clock serial work ready enqueue state signals arguments limits
 
 -- Adds a job to `delayed` or `deadlines`. Where it is the first one and due before an engine would look, one looks now, and then
--- at its time.
+-- at its time. Engines look every quarter of the heartbeat limit, which is hardly longer than a minute.
 local function add_due(name, at, id)
   local key = prefix .. name
   redis.call('ZADD', key, at, id)
-  if at - now > 5000 or redis.call('ZRANGE', key, 0, 0)[1] ~= id then return end
+  if at - now > 15000 or redis.call('ZRANGE', key, 0, 0)[1] ~= id then return end
   local engine = redis.call('ZRANGE', prefix .. 'engines', -1, -1)[1]
   if engine then signal(engine, 'beat', 'now') end
 end
