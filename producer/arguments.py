@@ -18,11 +18,13 @@ from millrace.results.durability import DURABILITIES
 from millrace.results.errors import BatchNotFound, EngineNotFound, JobNotFound, shown
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import EndState
-from millrace.results.settings import SETTINGS, WEIGHT, setting
+from millrace.results.settings import SETTINGS, TENANT_SETTINGS, WEIGHT, setting
 
-STATES = ("queued", "delayed", "running", *get_args(EndState))
-MAX_LISTED = 100_000
-"""Jobs that one call lists: the feed of completions goes back about as far."""
+ENDED = "ended"
+"""Any of the states in which jobs end."""
+STATES = ("queued", "delayed", "running", *get_args(EndState), ENDED)
+MAX_LISTED = 10_000
+"""Jobs that one call lists, and ends that it reads."""
 
 _JOB_ID = re.compile(ID_PATTERN)
 _BATCH = re.compile(BATCH_PATTERN)
@@ -127,7 +129,7 @@ def _setting(name: str, value: Any) -> float | None:
     if name == "paused":
         raise InvalidRequest("settings", "paused is set by pause and resume; leave it out")
     if found is None:
-        known = (*SETTINGS, f"{WEIGHT}TENANT")
+        known = (*SETTINGS, *(f"{kind}TENANT" for kind in TENANT_SETTINGS))
         rule = f"there are {', '.join(known)}; {remedy(name, known)}"
         raise InvalidRequest("settings", f"{shown(name)} is not a setting of a queue; {rule}")
     is_weight = name.startswith(WEIGHT)

@@ -75,10 +75,10 @@ class AsyncClient:
         return replies.cancelled(job_id, self._keys.queue, reply)
 
     async def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
-        return await self._run(calls.change_many(commands.cancel, self._keys, job_ids))
+        return await self._run(calls.change_many(self._keys, commands.cancel, job_ids))
 
     async def cancel_batch(self, batch: str) -> dict[str, str]:
-        return await self._run(calls.change_batch(commands.cancel, self._keys, batch))
+        return await self._run(calls.change_batch(self._keys, commands.cancel, batch))
 
     async def cancel_waiting(self) -> dict[str, str]:
         return await self._run(calls.cancel_waiting(self._keys))
@@ -88,10 +88,10 @@ class AsyncClient:
         replies.check_deleted(job_id, self._keys.queue, reply)
 
     async def delete_many(self, job_ids: Iterable[str]) -> dict[str, str]:
-        return await self._run(calls.change_many(commands.delete, self._keys, job_ids))
+        return await self._run(calls.change_many(self._keys, commands.delete, job_ids))
 
     async def delete_batch(self, batch: str) -> dict[str, str]:
-        return await self._run(calls.change_batch(commands.delete, self._keys, batch))
+        return await self._run(calls.change_batch(self._keys, commands.delete, batch))
 
     async def retry(self, job_id: str) -> str:
         reply = await self._transport.send(commands.redrive(self._keys, arguments.job_id(self._keys, job_id)))

@@ -107,11 +107,11 @@ class Client:
 
     def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
         """Cancel jobs. Return by id what `cancel` returns, and "unknown" for unknown ids."""
-        return self._run(calls.change_many(commands.cancel, self._keys, job_ids))
+        return self._run(calls.change_many(self._keys, commands.cancel, job_ids))
 
     def cancel_batch(self, batch: str) -> dict[str, str]:
         """Cancel every job of a batch. Return what `cancel_many` returns. Raises BatchNotFound."""
-        return self._run(calls.change_batch(commands.cancel, self._keys, batch))
+        return self._run(calls.change_batch(self._keys, commands.cancel, batch))
 
     def cancel_waiting(self) -> dict[str, str]:
         """Cancel every job of the queue that waits, of all tenants; running jobs continue. Return what `cancel_many`
@@ -128,11 +128,11 @@ class Client:
     def delete_many(self, job_ids: Iterable[str]) -> dict[str, str]:
         """Delete jobs that have ended. Return by id "deleted", "unknown", or the state of a job that stays, since it has not
         ended."""
-        return self._run(calls.change_many(commands.delete, self._keys, job_ids))
+        return self._run(calls.change_many(self._keys, commands.delete, job_ids))
 
     def delete_batch(self, batch: str) -> dict[str, str]:
         """Delete the jobs of a batch that have ended. Return what `delete_many` returns. Raises BatchNotFound."""
-        return self._run(calls.change_batch(commands.delete, self._keys, batch))
+        return self._run(calls.change_batch(self._keys, commands.delete, batch))
 
     def retry(self, job_id: str) -> str:
         """Run a failed, expired or cancelled job again. Return the id of the new job, `<id>.r<n>`.
@@ -206,7 +206,8 @@ class Client:
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job continues.
 
-        A job that failed, was cancelled or has expired is returned too: see `Job.state` and `Job.error`.
+        A job that failed, was cancelled or has expired is returned too: see `Job.state` and `Job.error`. Each wait uses a
+        connection, so wait for many jobs with `as_completed`.
         """
         return self._run(calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s)))
 
@@ -255,8 +256,9 @@ class Client:
         return replies.tenants(self._transport.send(commands.waiting(self._keys)))
 
     def list_jobs(self, state: str, limit: int = 100) -> list[Job]:
-        """Return at most `limit` jobs in a state: the next to start, those that run, or the last that ended, of the last
-        10,000 or `limit` jobs that ended in any state. Failed jobs that were not run again come first."""
+        """Return at most `limit` jobs, up to 10,000, in a state: the next to start, those that run, or the last that ended,
+        of the last 10,000 jobs that ended. "ended" stands for all states in which jobs end. Failed jobs that were not run
+        again come first."""
         return self._run(calls.list_jobs(self._keys, state, limit))
 
     def list_rejected(self, limit: int = 100) -> list[RejectedEntry]:

@@ -103,6 +103,10 @@ def dead(keys: QueueKeys, first: int, count: int) -> Command:
     return command("ZRANGE", keys.dead, first, first + count - 1)
 
 
+def last_dead(keys: QueueKeys, count: int) -> Command:
+    return command("ZRANGE", keys.dead, 0, count - 1, "REV")
+
+
 def state(keys: QueueKeys, job_id: str) -> Command:
     return command("HGET", keys.job(job_id), "state")
 
@@ -127,9 +131,13 @@ def last_entry(stream: str) -> Command:
     return last_entries(stream, 1)
 
 
-def last_entries(stream: str, count: int) -> Command:
-    """Read the last entries, the newest first."""
-    return command("XREVRANGE", stream, "+", "-", "COUNT", count)
+def last_entries(stream: str, count: int, end: str = "+") -> Command:
+    """Read the last entries, the newest first. `end` is the last id, or "(" and the id before which they are."""
+    return command("XREVRANGE", stream, end, "-", "COUNT", count)
+
+
+def first_entry(stream: str) -> Command:
+    return command("XRANGE", stream, "-", "+", "COUNT", 1)
 
 
 def read_stream(stream: str, after: str, count: int, block_ms: int | None) -> Command:

@@ -26,7 +26,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     engine:<engine>        hash    heartbeat, last claim, what was asked of it   heartbeat, claim **  heartbeat limit
     signals:<engine>       list    a kind and a job id, or "beat now"            cancel, watch, ...   60 s
     done                   stream  completions: id, state                        finish               100,000 entries
-    dead                   zset    failed jobs, score ended at ms                finish, redrive      record TTL
+    dead                   zset    failed jobs, score ended at ms                finish, redrive      TTL after last one
     inbox                  stream  requests of any client: field `job`, JSON     anybody              until accepted
     rejected               stream  inbox entries that are no jobs, 4 KiB each     reject               1,000 entries, 7 days
     wake                   list    one element wakes one idle engine             submit, release      64 elements

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -166,7 +168,8 @@ class EventFollower:
 class CompletionFollower:
     """Finds which of many jobs have ended: it reads all states once, then follows the feed of completions.
 
-    The feed is capped, so the states of the missing jobs are read again every REREAD_INTERVAL_S.
+    The feed is capped: if it may have lost entries that were not read, all states are read again. In case an end was missed
+    in another way, the states of MAX_STATES jobs are read every REREAD_INTERVAL_S.
     """
 
     def __init__(
@@ -175,12 +178,12 @@ class CompletionFollower:
         """`skips_unknown`: an unknown job counts as one that has ended, instead of JobNotFound."""
         self._keys = keys
         self._skips_unknown = skips_unknown
-        self._missing = dict.fromkeys(job_ids)
-        self._num_jobs = len(self._missing)
+        self._missing = OrderedDict.fromkeys(job_ids)
+        """Those whose states were read longest ago first."""
+        self._num_jobs = self._num_unread = len(self._missing)
         self._deadline = Deadline(timeout_s)
         self._last_id: str | None = None  # in the feed; read before the first states, so that no completion is missed
-        self._unread: list[str] = []
-        self._next_reread_s = 0.0
+        self._next_reread_s = time.monotonic() + REREAD_INTERVAL_S
 
     @property
     def is_done(self) -> bool:
@@ -193,9 +196,11 @@ class CompletionFollower:
 
     def add(self, job_ids: Sequence[str]) -> None:
         """Follow more jobs. They may have ended already."""
-        self._missing.update(dict.fromkeys(job_ids))
+        for job_id in job_ids:
+            self._missing[job_id] = None
+            self._missing.move_to_end(job_id, last=False)
         self._num_jobs += len(job_ids)
-        self._unread += job_ids
+        self._num_unread += len(job_ids)
 
     def limit(self, timeout_s: float | None) -> None:
         """Raise WaitTimeout when this time is over, from now on."""
@@ -207,29 +212,39 @@ class CompletionFollower:
         if self._last_id is None:
             last_entry = (yield [commands.last_entry(self._keys.done)])[0]
             self._last_id = last_entry[0][0].decode() if last_entry else START
-        if not self._unread and time.monotonic() >= self._next_reread_s:
-            self._unread = list(self._missing)
+        if not self._num_unread and time.monotonic() >= self._next_reread_s:
+            self._num_unread = MAX_STATES
             self._next_reread_s = time.monotonic() + REREAD_INTERVAL_S
-        look = [commands.state(self._keys, job_id) for job_id in self._unread[:MAX_STATES]]
+        unread = list(islice(self._missing, min(self._num_unread, MAX_STATES)))
+        look = [commands.state(self._keys, job_id) for job_id in unread]
         if look or self._deadline.block_ms():
             block_ms = None if look else int(min(self._deadline.block_ms(), most_s * 1000))
-            *states, feed = yield [*look, commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, block_ms)]
-            if entries := replies.stream_entries(feed):
+            done = self._keys.done
+            read = commands.read_stream(done, self._last_id, MAX_ENTRIES, block_ms)
+            *states, feed, first = yield [*look, read, commands.first_entry(done)]
+            entries = replies.stream_entries(feed)
+            ended = self._take_states(unread, states)
+            # The cap leaves far more than MAX_ENTRIES. If it has removed unread ones, all that are left are unread.
+            if len(entries) == MAX_ENTRIES and first and _is_later(first[0][0].decode(), self._last_id):
+                self._num_unread = len(self._missing)
+            if entries:
                 self._last_id = entries[-1][0].decode()
-            return self._take_states(states) + self._take_ended(fields[b"id"].decode() for _, fields in entries)
+            return ended + self._take_ended(fields[b"id"].decode() for _, fields in entries)
         stats = yield [commands.stats(self._keys)]
         reason = describe_obstacle(replies.queue_stats(stats[0]), self._keys.queue)
         what = f"only {self._num_jobs - len(self._missing)} of {self._num_jobs} jobs have ended"
         raise self._deadline.error(what, reason, has_obstacle=reason is not None)
 
-    def _take_states(self, states: Sequence[bytes | None]) -> list[str]:
-        read, self._unread = self._unread[: len(states)], self._unread[len(states) :]
+    def _take_states(self, job_ids: Sequence[str], states: Sequence[bytes | None]) -> list[str]:
+        self._num_unread = max(0, self._num_unread - MAX_STATES)
         ended = []
-        for job_id, state in zip(read, states, strict=True):
-            if state is None and job_id in self._missing and not self._skips_unknown:
+        for job_id, state in zip(job_ids, states, strict=True):
+            if state is None and not self._skips_unknown:
                 raise JobNotFound(job_id, self._keys.queue)
             if state is None or replies.is_terminal(state):
                 ended.append(job_id)
+            else:
+                self._missing.move_to_end(job_id)
         return self._take_ended(ended)
 
     def _take_ended(self, job_ids: Iterable[str]) -> list[str]:

@@ -31,10 +31,15 @@ SETTINGS = {
     "max_events": Setting(2, _MOST, "8192"),
     "mismatch_wait_ms": Setting(0, _MOST, "600000"),
 }
-_WEIGHTS = Setting(1e-6, 1e6, "1")
+TENANT_SETTINGS = {
+    WEIGHT: Setting(1e-6, 1e6, "1"),
+    "tenant_max_queued_jobs:": Setting(0, _MOST, "tenant_max_queued_jobs"),
+    "tenant_max_queued_tokens:": Setting(0, _MOST, "tenant_max_queued_tokens"),
+}
+"""Those of one tenant: its name follows."""
 
 
 def setting(name: str) -> Setting | None:
     """Return the setting with this name. None: there is none."""
-    is_weight = name.startswith(WEIGHT) and _TENANT.fullmatch(name.removeprefix(WEIGHT)) is not None
-    return _WEIGHTS if is_weight else SETTINGS.get(name)
+    kind, separator, tenant = name.partition(":")
+    return TENANT_SETTINGS.get(kind + separator) if _TENANT.fullmatch(tenant) else SETTINGS.get(name)

@@ -15,7 +15,10 @@ from millrace.results.keys import QueueKeys
 from millrace.results.messages import TERMINAL_STATES
 from millrace.results.transport import Call
 
+LOG_INTERVAL_S = 60.0
 logger = logging.getLogger("millrace.client")
+_logged: dict[str, tuple[str, float]] = {}
+"""By queue, what was logged last, and when. Many readers find the same at the same time."""
 
 
 class Deadline:
@@ -43,14 +46,14 @@ class Deadline:
 
 
 class JobWait(Deadline):
-    """Limits how long a reader waits for one job, and logs each obstacle of the job once."""
+    """Limits how long a reader waits for one job, and logs each obstacle once: of all readers in this process one does."""
 
     def __init__(self, keys: QueueKeys, job_id: str, timeout_s: float | None) -> None:
         super().__init__(timeout_s)
         self._keys = keys
         self._job_id = job_id
-        self._logged: str | None = None
-        """The obstacle that was logged last."""
+        self._obstacle: str | None = None
+        """The last one that was noted."""
 
     def job_error(self, what: str, again: str = "wait again") -> Call[WaitTimeout]:
         """Return the error for a wait that has reached the deadline. It says why the job has not ended."""
@@ -62,11 +65,20 @@ class JobWait(Deadline):
 
     def note(self, state: str, stats: QueueStats) -> None:
         """Log what keeps the job, which is in this state, from ending, or that nothing does so any more."""
-        obstacle = describe_job_obstacle(state, stats, self._keys.queue)
-        if obstacle != self._logged and state not in TERMINAL_STATES:
-            what = f"waits: {obstacle}" if obstacle else "continues: engines claim jobs of its queue again"
-            logger.warning("job %r %s", self._job_id, what)
-        self._logged = obstacle
+        queue = self._keys.queue
+        obstacle = describe_obstacle(stats, queue) if stats.obstacle_of(state) else None
+        if obstacle != self._obstacle and state not in TERMINAL_STATES:
+            _log(queue, f"jobs wait: {obstacle}" if obstacle else f"engines claim jobs of queue {queue!r} again")
+        self._obstacle = obstacle
+
+
+def _log(queue: str, text: str) -> None:
+    """Log this of a queue, unless it was logged last and less than LOG_INTERVAL_S ago."""
+    last, at_s = _logged.get(queue, ("", 0.0))
+    now_s = time.monotonic()
+    if text != last or now_s >= at_s + LOG_INTERVAL_S:
+        _logged[queue] = text, now_s
+        logger.warning("%s", text)
 
 
 def describe_wait(place: Position, stats: QueueStats, queue: str) -> str:

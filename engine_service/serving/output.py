@@ -39,8 +39,8 @@ from millrace.results.messages import (
 
 _EVENT_INTERVAL_S, _EVENT_S = 0.05, 0.002
 """A watched job publishes its new tokens after the first time, or after the second one for each watched job where that is
-shorter: so few readers get each token at once, and many do not cost more than the tokens. The first token is published at once.
-"""
+shorter: so few readers get each token at once, and many do not cost more than the tokens. The first token is published at
+once."""
 CHECKPOINT_INTERVAL_S = 1.0
 CHECKPOINT_TOKENS = 64
 """An unwatched job is saved before it is further ahead of its checkpoint, in time or in tokens."""

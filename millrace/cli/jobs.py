@@ -6,14 +6,13 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, OTHER, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client, open_reconnecting_client
 from millrace.cli.output import (
     OutputPrinter,
-    print_fields,
     print_job,
     print_json,
     print_outputs,
@@ -21,17 +20,20 @@ from millrace.cli.output import (
     remark,
     report_end,
 )
+from millrace.cli.progress import reporting
 from millrace.cli.values import counted
 from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
 if TYPE_CHECKING:
+    from millrace.cli.reconnecting_client import ReconnectingClient
     from millrace.producer import Client
     from millrace.results.job import Job
+    from millrace.results.keys import QueueKeys
+    from millrace.results.scripts import Command
 
 _MIN_LAST = 20
 """Characters that a terminal keeps for the last column of a list."""
-_ENDED = ("failed", "finished", "cancelled", "expired")
-_STATES = ("running", "queued", "delayed", *_ENDED)
+_STATES = ("running", "queued", "delayed", "failed", "finished", "cancelled", "expired")
 
 
 def add_parsers(verbs: Verbs) -> None:
@@ -59,7 +61,8 @@ def add_parsers(verbs: Verbs) -> None:
     ls.add_argument("--state", choices=_STATES, help="only jobs in this state; of the last 10,000 that ended")
     ls.add_argument("--batch", metavar="NAME", help="only jobs of this batch, all that have a record")
     ls.add_argument("--rejected", action="store_true", help="inbox entries that could not become jobs, the last first")
-    ls.add_argument("--limit", type=counted, default=50, metavar="N", help="list at most N jobs (default: %(default)s)")
+    limit_help = "list at most N jobs, up to 10,000 without --batch (default: %(default)s)"
+    ls.add_argument("--limit", type=counted, default=50, metavar="N", help=limit_help)
     add_json(ls)
 
 
@@ -121,46 +124,51 @@ def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | N
 def run_cancel(args: argparse.Namespace) -> int:
     if bool(args.ids) + bool(args.batch) + args.waiting != 1:
         raise CommandError("cancel: give either job ids, --batch or --waiting", INVALID)
-    with open_client(args) as client:
-        if args.waiting:
-            outcomes = client.cancel_waiting()
-        else:
-            outcomes = client.cancel_batch(args.batch) if args.batch else client.cancel_many(args.ids)
-        stats = client.stats() if "cancelling" in outcomes.values() else None
+    from millrace.producer.calls import cancel_waiting
+    from millrace.results.commands import cancel
     from millrace.results.waiting import describe_obstacle
 
-    status = _print_outcomes(args, outcomes)
+    with open_reconnecting_client(args) as client:
+        if args.waiting:
+            before = client.stats()
+            with reporting(args, before.queued + before.delayed) as report:
+                outcomes = client.change(cancel_waiting, report)
+        else:
+            outcomes = _change(client, args, cancel)
+        stats = client.stats() if "cancelling" in outcomes.values() else None
     if stats and stats.obstacle_of("running"):
         remark(f"jobs that run are cancelled by the next engine: {describe_obstacle(stats, args.queue)}")
-    return status
+    return _status(args, outcomes)
 
 
 def run_delete(args: argparse.Namespace) -> int:
     if bool(args.ids) == bool(args.batch):
         raise CommandError("delete: give either job ids or --batch", INVALID)
-    with open_client(args) as client:
-        outcomes = client.delete_batch(args.batch) if args.batch else client.delete_many(args.ids)
-    status = _print_outcomes(args, outcomes)
+    from millrace.results.commands import delete
+
+    with open_reconnecting_client(args) as client:
+        outcomes = _change(client, args, delete)
     if active := [job_id for job_id, outcome in outcomes.items() if outcome not in ("deleted", "unknown")]:
         from millrace.results.errors import some_ids
 
         remark(f"not deleted, since they have not ended; cancel them first: {some_ids(active)}")
         return OTHER
-    return status
+    return _status(args, outcomes)
 
 
-def _print_outcomes(args: argparse.Namespace, outcomes: Mapping[str, str]) -> int:
-    """Print what became of each job. Return the exit status, NOT_FOUND where an id of the command line is unknown."""
-    from millrace import JobNotFound
+def _change(
+    client: ReconnectingClient, args: argparse.Namespace, change: Callable[[QueueKeys, str], Command]
+) -> dict[str, str]:
+    """Change the jobs of the command line, or of its batch. Return the outcome of each."""
+    from millrace.producer.calls import change_many
 
-    status = OK
-    for job_id, outcome in outcomes.items():
-        if outcome == "unknown" and args.ids:
-            remark(str(JobNotFound(job_id, args.queue)))
-            status = NOT_FOUND
-        else:
-            print_fields(id=job_id, outcome=outcome, as_json=args.json)
-    return status
+    ids = list(dict.fromkeys(args.ids)) or client.batch_members(args.batch)
+    with reporting(args, len(ids)) as report:
+        return client.change(change_many, change, ids, report)
+
+
+def _status(args: argparse.Namespace, outcomes: Mapping[str, str]) -> int:
+    return NOT_FOUND if args.ids and "unknown" in outcomes.values() else OK
 
 
 def run_ls(args: argparse.Namespace) -> int:
@@ -215,8 +223,8 @@ def _list_jobs(client: Client, args: argparse.Namespace) -> list[Job]:
         return client.list_jobs(args.state, args.limit)
     jobs: dict[str, Job] = {}
     # In the order in which jobs pass the states: one that goes on meanwhile is found, and its last state counts.
-    for state in ("delayed", "queued", "running", *_ENDED):
-        if state not in _ENDED or len(jobs) < args.limit:
+    for state in ("delayed", "queued", "running", "ended"):
+        if state != "ended" or len(jobs) < args.limit:
             for job in client.list_jobs(state, args.limit):
                 jobs.pop(job.id, None)
                 jobs[job.id] = job

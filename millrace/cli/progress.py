@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from millrace.cli.output import remark
+from millrace.cli.output import print_fields, remark
+from millrace.cli.wait_report import resumable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from millrace.producer.calls import Report
 
 REPORT_INTERVAL_S = 10.0
 _RECENT_S = 60.0
@@ -35,8 +41,9 @@ class ProgressReport:
         self._bar = progress_bar(is_shown=is_shown)
         self._task = self._bar.add_task(done, total=total, completed=num_before)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._bar.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
@@ -63,6 +70,33 @@ class ProgressReport:
             if self.total:
                 text += f", time left: {duration((self.total - num_done) / rate)}"
         remark(text)
+
+
+@contextlib.contextmanager
+def reporting(args: argparse.Namespace, total: int | None, field: str = "outcome") -> Iterator[Report]:
+    """Yield a function that prints what has become of some jobs, and shows the progress. After Ctrl-C report how many jobs
+    that are. `field` is the name of what the function gets by id: the outcome, or `redriven_as`."""
+    from millrace import JobNotFound
+    from millrace.results.waiting import counted_noun
+
+    counts: Counter[str] = Counter()
+
+    def report(outcomes: dict[str, str]) -> None:
+        for job_id, outcome in outcomes.items():
+            counts[outcome if field == "outcome" else "run again"] += 1
+            if outcome == "unknown" and args.ids:
+                remark(str(JobNotFound(job_id, args.queue)))
+            else:
+                print_fields(as_json=args.json, **{"id": job_id, field: outcome})
+        sys.stdout.flush()
+        progress.show(counts.total())
+
+    def hint() -> tuple[str, str]:
+        done = [f"{counted_noun(count, 'job')} {what}" for what, count in counts.items()]
+        return f"{', '.join(done) or 'no job changed'} so far", "the same command continues"
+
+    with resumable(hint), ProgressReport(total, "jobs", "done") as progress:
+        yield report
 
 
 def _is_basis(count: int, total: int | None) -> bool:

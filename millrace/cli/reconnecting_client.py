@@ -9,7 +9,7 @@ from itertools import islice
 
 from millrace.cli.output import remark
 from millrace.producer import Client, InvalidRequest
-from millrace.producer.calls import READ_JOBS, KnownJob, batched, get_many, look_up, members
+from millrace.producer.calls import CHANGED_JOBS, READ_JOBS, KnownJob, batched, get_many, look_up, members
 from millrace.producer.submitting import command_loads, refused
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
@@ -21,7 +21,7 @@ from millrace.results.reader import CompletionFollower
 from millrace.results.replies import Outcome
 from millrace.results.scripts import Command
 from millrace.results.server_errors import is_refusal
-from millrace.results.transport import Reply, T, Transport
+from millrace.results.transport import Call, Reply, T, Transport
 
 SUBMITTED_JOBS = 256
 """Jobs that are submitted in one round trip."""
@@ -50,6 +50,10 @@ class ReconnectingClient(Client):
     def batch_members(self, batch: str) -> list[str]:
         """Return the ids of a batch's jobs, also of those whose records have expired. Raises BatchNotFound."""
         return self._run(members(self._keys, batch))
+
+    def change(self, call: Callable[..., Call[T]], *arguments: object) -> T:
+        """Run one of the calls that change many jobs."""
+        return self._run(call(self._keys, *arguments))
 
     def follower(self) -> CompletionFollower:
         """Return a follower of jobs for `ended`."""
@@ -137,8 +141,10 @@ class ReconnectingClient(Client):
         while new_ids:
             known = self.look_up(new_ids.values())
             old = [one for one, job in known.items() if job.redriven_as or job.state == "cancelled"]
-            found = self._transport.send_many([commands.redrive(self._keys, one) for one in old]) if old else []
-            redriven = replies.all_redriven(old, found)
+            redriven: dict[str, str] = {}
+            for some in batched(old, CHANGED_JOBS):
+                found = self._transport.send_many([commands.redrive(self._keys, one) for one in some])
+                redriven |= replies.all_redriven(some, found)
             new_ids = {job_id: redriven[one] for job_id, one in new_ids.items() if one in redriven}
             last_ids |= new_ids
         return last_ids

@@ -6,8 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, OK, CommandError, as_exit
-from millrace.cli.options import Verbs, add_json, add_verb, open_client
+from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
 from millrace.cli.output import print_fields, remark
+from millrace.cli.progress import reporting
 
 if TYPE_CHECKING:
     from millrace.producer import Client
@@ -25,11 +26,13 @@ def add_parsers(verbs: Verbs) -> None:
 def run(args: argparse.Namespace) -> int:
     if [bool(args.ids), args.all, bool(args.batch)].count(True) != 1:
         raise CommandError("retry: give either job ids, --all or --batch", INVALID)
-    with open_client(args) as client:
+    from millrace.producer import calls
+
+    with open_reconnecting_client(args) as client:
         if not args.ids:
-            retried = client.retry_batch(args.batch) if args.batch else client.retry_all()
-            for job_id, new_id in retried.items():
-                print_fields(id=job_id, redriven_as=new_id, as_json=args.json)
+            with reporting(args, None, "redriven_as") as report:
+                batch = (args.batch,) if args.batch else ()
+                retried = client.change(calls.retry_batch if batch else calls.retry_all, *batch, report)
             if retried.left_out:
                 from millrace.results.errors import some_ids
 

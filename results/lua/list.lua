@@ -1,22 +1,17 @@
--- Lists jobs in a state: those next in line, those that run, or those that ended last, of the last 10,000 at least. No
--- transition.
+-- Lists jobs in a state: those next in line, or those that run. The ends are in `done`, and in `dead`. No transition.
 -- KEYS  1 the queue's prefix
--- ARGV  1 state, 2 most ids, from 1 on
+-- ARGV  1 state: queued, delayed or running, 2 most ids, 1 .. 10,000
 -- Returns an array of job ids; there may be more
 -- include: queue dequeue
 
 local state, limit = ARGV[1], tonumber(ARGV[2])
-if not limit or limit < 1 or limit % 1 ~= 0 then
-  return redis.error_reply('ERR limit: must be an integer from 1 on')
+if not limit or limit < 1 or limit > 10000 or limit % 1 ~= 0 then
+  return redis.error_reply('ERR limit: must be an integer from 1 to 10000')
 end
 local ids, is_listed = {}, {}
 local function add(id)
   if #ids == limit or is_listed[id] then return end
   ids[#ids + 1], is_listed[id] = id, true
-end
-
-local function add_known(id)
-  if redis.call('EXISTS', prefix .. 'job:' .. id) == 1 then add(id) end
 end
 
 if state == 'queued' then
@@ -32,17 +27,6 @@ elseif state == 'running' then
     for _, id in ipairs(redis.call('SRANDMEMBER', prefix .. 'leases:' .. engine, limit)) do add(id) end
   end
 else
-  if state == 'failed' then  -- `dead` reaches further back than `done`, but has no redriven jobs
-    for _, id in ipairs(redis.call('ZRANGE', prefix .. 'dead', 0, limit - 1, 'REV')) do add_known(id) end
-  end
-  local before, left = '+', math.max(limit, 10000)  -- of the jobs that ended last, whatever their state
-  while left > 0 and #ids < limit do
-    local entries = redis.call('XREVRANGE', prefix .. 'done', before, '-', 'COUNT', math.min(left, 1000))
-    if #entries == 0 then break end
-    for _, entry in ipairs(entries) do
-      if entry[2][4] == state then add_known(entry[2][2]) end
-    end
-    before, left = '(' .. entries[#entries][1], left - #entries
-  end
+  return redis.error_reply('ERR state: must be queued, delayed or running')
 end
 return ids

@@ -35,7 +35,7 @@ if #new_id > MAX_ID then return {'no id', ''} end
 
 local options = {n = tonumber(f[15] or nil), meta = redis.call('GET', prefix .. 'meta:' .. id) or nil, batch = f[13] or nil,
   max_retries = tonumber(f[12] or nil), deadline_ms = f[11] and f[11] - f[10] or nil}
-limits = {}  -- none apply: the job was in the queue before
+created_of(f[5]).limits = {}  -- none apply: the job was in the queue before
 local has_options = next(options) ~= nil
 local digest = f[2] .. (string.match(f[16] or '', '%-%x+$') or '')
 local outcome = create_job(new_id, digest, body, f[3], f[4], f[5], f[6], f[7], has_options and cjson.encode(options) or '')

@@ -12,10 +12,10 @@ from millrace.engine_service.serving.output import Output
 def main(arguments: list[str]) -> int:
     advance: Any = Output.advance
 
-    def failing(self: Output, job: Any, candidate: Any, now_s: float) -> None:
+    def failing(self: Output, job: Any, candidate: Any, now_s: float, num_watched: int) -> None:
         if job.job_id == "poison":
             raise IndexError("list index out of range")
-        advance(self, job, candidate, now_s)
+        advance(self, job, candidate, now_s, num_watched)
 
     Output.advance = failing  # type: ignore[method-assign]
     return serve.main(arguments)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,9 +13,11 @@ import redis
 from millrace import Client, GenerationRequest, InvalidRequest, SamplingParams
 from millrace.producer.submitting import command_loads
 from millrace.producer.wire import parse_body, to_submission
+from millrace.results import commands
 from millrace.results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
 from millrace.results.messages import Event
 from millrace.results.queue import JobQueue
+from millrace.results.reader import CompletionFollower
 from tests.results.engines import Engine
 
 
@@ -289,6 +292,47 @@ def test_an_end_that_the_feed_has_lost_is_found_by_the_next_sweep(
     redis_client.xtrim(queue.keys.done, maxlen=0)
     assert waiting.result().id == job_id
     redis_client.xadd(queue.keys.done, {"id": job_id, "state": "finished"})
+
+
+def test_all_states_are_read_again_where_the_feed_may_have_lost_unread_ends(
+    client: Client, engine: Engine, redis_client: redis.Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.results.reader.MAX_ENTRIES", 2)
+    monkeypatch.setattr("millrace.results.reader.MAX_STATES", 3)
+    ids = client.submit_many(GenerationRequest(prompt="x") for _ in range(9))
+    engine.finish(engine.claim_one())
+    completed = client.as_completed(ids, timeout_s=20)
+    assert next(completed).id == ids[0]
+    for job in engine.claim(8):
+        engine.finish(job)
+    redis_client.xtrim(queue.keys.done, maxlen=2)
+    assert sorted(job.id for job in completed) == sorted(ids[1:])
+
+
+def test_a_reader_at_rest_reads_few_states_in_turn(
+    client: Client, engine: Engine, redis_client: redis.Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.results.reader.MAX_STATES", 4)
+    ids = client.submit_many(GenerationRequest(prompt="x") for _ in range(10))
+    follower = CompletionFollower(queue.keys, ids[:8], None)
+    states = [Counter[str]() for _ in range(6)]
+    for number, read in enumerate(states):
+        if number == 4:
+            follower.add(ids[8:])
+        call = follower.next_ended(0.01)
+        sent = next(call)
+        while sent[0] == commands.last_entry(queue.keys.done):
+            sent = call.send(client._transport.send_many(sent))
+        read.update(str(one[1]).rpartition(":")[2] for one in sent if one[0] == "HGET")
+        with pytest.raises(StopIteration):
+            call.send(client._transport.send_many(sent))
+        if number == 2:
+            monkeypatch.setattr("millrace.results.reader.REREAD_INTERVAL_S", 0.0)
+            follower._next_reread_s = 0.0
+    first, last = Counter(ids[:4]), Counter(ids[4:8])
+    assert states[:4] == [first, last, Counter(), first]
+    assert states[4] == Counter(ids[8:])
+    assert states[5] == last
 
 
 def test_records_that_expire_while_they_are_waited_for_are_not_found(

@@ -78,7 +78,12 @@ def test_jobs_are_listed_by_state(client: Client, engine: Engine) -> None:
     assert [job.id for job in client.list_jobs("queued", 90)] == [f"j{i}" for i in range(3, 93)]
     assert {(job.id, job.state) for job in client.list_jobs("failed")} == {(f"j{i}", "failed") for i in range(3)}
     assert client.list_jobs("delayed") == []
-    for wrong, field in ((("dead",), "state"), ((b"failed",), "state"), (("failed", 0), "limit")):
+    for wrong, field in (
+        (("dead",), "state"),
+        ((b"failed",), "state"),
+        (("failed", 0), "limit"),
+        (("queued", 10_001), "limit"),
+    ):
         with pytest.raises(InvalidRequest, match=f"^{field}: must be"):
             client.list_jobs(*wrong)
 

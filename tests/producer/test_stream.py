@@ -226,30 +226,38 @@ def test_the_time_limit_of_a_stream_begins_when_the_next_event_is_wanted(
     assert [event.text for event in client.stream(job_id, after=last.id, timeout_s=0)] == ["b", ""]
 
 
-def test_a_stream_logs_once_why_nothing_comes_and_that_it_is_over(
+def test_readers_log_once_together_why_nothing_comes_and_that_it_is_over(
     client: Client,
     engine: Engine,
     pool: ThreadPoolExecutor,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As `wait` does. The engine dies in the middle of the job, and another one continues it."""
+    """Also one that begins later. The engine dies in the middle of the job, and another one continues it."""
     monkeypatch.setattr("millrace.results.waiting.BLOCK_LIMIT_S", 0.02)  # instead of 5 s
     job_id = client.submit("x")
     engine.claim_one()
     engine.die()
     streaming, waiting = pool.submit(list, client.stream(job_id)), pool.submit(client.wait, job_id)
-    wait_until(lambda: len(caplog.messages) == 2)
+    wait_until(lambda: len(caplog.messages) == 1)
+    with pytest.raises(WaitTimeout):
+        client.wait(job_id, 0.2)
+    monkeypatch.setattr("millrace.results.waiting.LOG_INTERVAL_S", 0.0)
+    with pytest.raises(WaitTimeout):
+        client.wait(job_id, 0.2)
+    monkeypatch.setattr("millrace.results.waiting.LOG_INTERVAL_S", 60.0)
     name = engine.queue.keys.queue
-    why = f"no engine serves queue {name!r} now: `millrace serve --queue {name}` starts one, which continues the job"
-    assert caplog.messages == [f"job {job_id!r} waits: {why}"] * 2
+    assert (
+        caplog.messages
+        == [f"jobs wait: no engine serves queue {name!r} now: `millrace serve --queue {name}` starts one"] * 2
+    )
     other = Engine(engine.queue)
-    wait_until(lambda: len(caplog.messages) == 4)
-    assert caplog.messages[2:] == [f"job {job_id!r} continues: engines claim jobs of its queue again"] * 2
+    wait_until(lambda: len(caplog.messages) == 3)
+    assert caplog.messages[2] == f"engines claim jobs of queue {name!r} again"
     engine.queue.recover()
     other.finish(other.claim_one())
     assert streaming.result()[-1].state == waiting.result().state == "finished"
-    assert len(caplog.messages) == 4
+    assert len(caplog.messages) == 3
 
 
 # --- streams that lose their oldest entries ------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
+from millrace.producer import Client
 from millrace.producer.prompt_start import prompt_digest
-from millrace.results import commands
 from millrace.results.messages import (
     Append,
     Begin,
@@ -29,7 +29,7 @@ from millrace.results.messages import (
     Usage,
 )
 from millrace.results.queue import JobQueue
-from millrace.results.replies import Outcome, decode_list
+from millrace.results.replies import Outcome
 from millrace.results.replies import outcomes as decode_outcomes
 
 FINGERPRINT = "model-a"
@@ -51,8 +51,8 @@ def outcomes(replies: list[str]) -> list[Outcome]:
 
 
 def listed(queue: JobQueue, state: str, limit: int = 10) -> list[str]:
-    """The ids that `list` names."""
-    return decode_list(queue._transport.send(commands.list_jobs(queue.keys, state, limit)))
+    """The ids of the jobs that a client lists."""
+    return [job.id for job in Client(queue._transport._client, queue.keys.queue).list_jobs(state, limit)]
 
 
 class Engine:

@@ -9,8 +9,9 @@ import pytest
 import redis
 
 from millrace import Client
+from millrace.results import commands
 from millrace.results.errors import QueueError
-from tests.results.engines import Engine, listed, submit
+from tests.results.engines import Engine, submit
 from tests.results.full_queue import FullQueue
 
 GARBAGE = b"\xff\n'garbage'" * 100_000
@@ -28,12 +29,17 @@ def check_error(error: BaseException) -> None:
     assert str(error).isprintable()
 
 
-@pytest.mark.parametrize("limit", [0, -1, 0.5, "many"])
-@pytest.mark.parametrize("state", ["queued", "delayed", "running", "failed"])
+@pytest.mark.parametrize("limit", [0, -1, 0.5, 10_001, "many"])
+@pytest.mark.parametrize("state", ["queued", "delayed", "running"])
 def test_a_list_of_no_jobs_is_refused(state: str, limit: Any, queue: FullQueue) -> None:
     submit(queue, "a", "b")
-    with pytest.raises(QueueError, match="limit: must be an integer from 1 on"):
-        listed(queue, state, limit)
+    with pytest.raises(QueueError, match="limit: must be an integer from 1 to 10000"):
+        queue._send(commands.list_jobs(queue.keys, state, limit))
+
+
+def test_a_list_of_what_has_ended_is_refused(queue: FullQueue) -> None:
+    with pytest.raises(QueueError, match="state: must be queued, delayed or running"):
+        queue._send(commands.list_jobs(queue.keys, "failed", 10))
 
 
 @pytest.mark.parametrize("garbage", [GARBAGE, b"abc", b""])

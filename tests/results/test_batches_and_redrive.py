@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import redis
 
+from millrace.results import commands
 from millrace.results.errors import BatchNotFound, CannotRedrive, JobNotFound
 from millrace.results.messages import Event, JobError
 from tests.results.engines import Engine, listed, outcomes, submission, submit
@@ -228,6 +229,19 @@ def test_a_record_can_outlive_its_result(queue: FullQueue, engine: Engine, redis
     redis_client.rename(queue.keys.result("moved"), queue.keys.result("a"))
 
 
+def test_the_list_of_failed_jobs_loses_old_ones_a_few_at_a_time_and_expires_after_the_last_record(
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    dead = queue.keys.dead
+    redis_client.zadd(dead, {f"old{number}": number for number in range(600)})
+    for record_ttl_ms, num_left in ((600_000, 345), (60_000, 90), (600_000, 3)):
+        redis_client.hset(queue.keys.settings, mapping={"result_ttl_ms": 1000, "record_ttl_ms": record_ttl_ms})
+        submit(queue, f"a{num_left}")
+        engine.finish(engine.claim_one(), state="failed")
+        assert redis_client.zcard(dead) == num_left
+        assert 500 < redis_client.ttl(dead) <= 600
+
+
 def test_a_short_record_ttl_never_cuts_the_result(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
     redis_client.hset(queue.keys.settings, mapping={"result_ttl_ms": 60_000, "record_ttl_ms": 1})
     submit(queue, "a")
@@ -268,6 +282,18 @@ def test_a_job_is_listed_though_many_have_ended_since(queue: FullQueue) -> None:
         engine.finish(job)
     assert listed(queue, "cancelled", 1) == ["a"]
     assert len(listed(queue, "finished", 1100)) == 1100
+    assert listed(queue, "ended", 2000)[-1] == "a"
+
+
+def test_jobs_that_ended_are_listed_once_if_they_have_a_record(queue: FullQueue, engine: Engine) -> None:
+    submit(queue, *(f"x{number}" for number in range(200)))
+    for job in engine.claim(200):
+        engine.finish(job, state="failed" if job.job_id == "x7" else "finished")
+    for number in range(100, 198):
+        queue._send(commands.delete(queue.keys, f"x{number}"))
+    assert listed(queue, "ended", 4) == ["x7", "x199", "x198", "x99"]
+    queue.redrive("x7")
+    assert listed(queue, "ended", 200) == ["x199", "x198", *(f"x{number}" for number in range(99, -1, -1))]
 
 
 def test_failed_jobs_are_listed_however_many_others_have_ended_since(queue: FullQueue, engine: Engine) -> None:

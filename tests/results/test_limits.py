@@ -47,6 +47,23 @@ def test_each_tenant_has_its_own_part(queue: FullQueue, redis_client: redis.Redi
     assert queue.submit(jobs) == outcomes(["created", "created", *full, "created"])
 
 
+def test_a_limit_of_one_tenant_precedes_that_of_each(queue: FullQueue, redis_client: redis.Redis) -> None:
+    set_setting(queue, redis_client, "tenant_max_queued_jobs", 1)
+    set_setting(queue, redis_client, "tenant_max_queued_jobs:gold", 2)
+    set_setting(queue, redis_client, "tenant_max_queued_tokens:small", 20)
+    jobs = [submission(f"{tenant}{i}", tenant=tenant) for tenant in ("gold", "small") for i in range(3)]
+    jobs.append(submission("large", tenant="small", cost=21))
+    full = "full tenant_max_queued_jobs"
+    large = "oversized tenant_max_queued_tokens 20"
+    expected = ["created", "created", f"{full} 2", "created", f"{full} 1", f"{full} 1", f"{full} 1"]
+    assert queue.submit(jobs) == outcomes(expected)
+    set_setting(queue, redis_client, "tenant_max_queued_jobs:small", 9)
+    assert queue.submit(jobs[-2:]) == outcomes(["created", large])
+    queue.cancel("gold0")
+    set_setting(queue, redis_client, "tenant_max_queued_jobs:gold", 0)
+    assert queue.redrive("gold0") == "gold0.r1"
+
+
 @pytest.mark.parametrize("limit", ["max_queued_tokens", "tenant_max_queued_tokens"])
 def test_who_alone_breaks_a_limit_is_told_that_waiting_is_no_use(
     queue: FullQueue, redis_client: redis.Redis, limit: str

@@ -58,8 +58,11 @@ local function end_job(id, state, reason, known, ...)
   redis.call('XADD', prefix .. 'done', 'MAXLEN', '~', 100000, '*', 'id', id, 'state', state)
   redis.call('HINCRBY', prefix .. 'counts', state, 1)
   if state == 'failed' then
-    redis.call('ZREMRANGEBYSCORE', prefix .. 'dead', '-inf', now - record_ms)
-    redis.call('ZADD', prefix .. 'dead', now, id)
+    local dead = prefix .. 'dead'
+    local old = redis.call('ZRANGEBYSCORE', dead, '-inf', now - record_ms, 'LIMIT', 0, 256)
+    if #old > 0 then redis.call('ZREM', dead, unpack(old)) end
+    redis.call('ZADD', dead, now, id)
+    if redis.call('PTTL', dead) < record_ms then redis.call('PEXPIRE', dead, record_ms) end
     local kind = string.match(table.concat({...}, ' '), '"kind":"([%w_]+)"')
     if kind then redis.call('HSET', prefix .. 'job:' .. id, 'error_kind', kind) end
   end

@@ -23,7 +23,7 @@ from millrace.engine_service.worker_group import TOO_LARGE, SequenceFailure
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.producer.wire import parse_body
-from millrace.results.messages import ClaimedJob
+from millrace.results.messages import ClaimedJob, JobId
 from millrace.results.writer import Writer
 from tests.engine_service.core.sequences import stub_output
 from tests.results.engines import FINGERPRINT, Engine, submit
@@ -119,17 +119,17 @@ def test_claims_know_what_jobs_need_that_have_arrived_and_what_is_free_when_one_
 
 def test_what_comes_before_its_job_is_done_when_the_job_is_there(serving: Serving) -> None:
     """A job is on its way from the claim to the loop while its prompt is tokenized."""
-    for job_id in ("read", "cancelled", "both"):
+    read, cancelled, both = (JobId(job_id) for job_id in ("read", "cancelled", "both"))
+    for job_id in (read, cancelled, both):
         submit(serving.queue, job_id, body=body_of(1, 40))
     claims = {claimed.job_id: claimed for claimed in (serving.claim(), serving.claim(), serving.claim())}
-    early = [Watch("read"), Abort("cancelled", "cancelled"), Abort("both", "cancelled"), Watch("both")]
-    for event in early:
+    for event in (Watch(read), Abort(cancelled, "cancelled"), Abort(both, "cancelled"), Watch(both)):
         serving.service.post(event)
     serving.service._process_events()
-    assert serving.start(claims["read"]).is_watched
-    for job_id in ("cancelled", "both"):
+    assert serving.start(claims[read]).is_watched
+    for job_id in (cancelled, both):
         serving.start(claims[job_id])
-    assert [job.job_id for job in serving.service._jobs.served.values()] == ["read"]
+    assert list(serving.service._jobs.served) == [read]
     serving.run()
     assert [serving.queue.get(job_id).state for job_id in claims] == ["finished", "cancelled", "cancelled"]
     assert not serving.service._early

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import redis
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import JobError
 from millrace.results.queue import JobQueue
+from millrace.results.scripts import Command as SentCommand
+from millrace.results.transport import Reply, Transport
 from tests.millrace.cli.command import Command, Ran, python, run_main
 from tests.millrace.cli.conftest import EngineByHand
 
@@ -119,6 +122,35 @@ def test_a_batch_is_run_again(millrace: Command, tmp_path: Path) -> None:
     assert millrace("retry", "--batch", "b", "--all").status == 2
 
 
+@pytest.mark.parametrize(
+    "how", [("cancel", "--waiting"), ("cancel", "--batch", "b"), ("delete", "--batch", "b"), ("retry", "--batch", "b")]
+)
+def test_an_interrupt_says_how_many_jobs_were_changed_and_the_same_command_continues(
+    how: tuple[str, ...], millrace: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (file := tmp_path / "jobs").write_text("".join(f'{{"id": "j{i}", "prompt": "x"}}\n' for i in range(200)))
+    millrace("submit", "--file", str(file), "--batch", "b")
+    if how[0] != "cancel":
+        millrace("cancel", "--batch", "b")
+    send_many, sizes = Transport.send_many, list[int]()
+
+    def send_or_interrupt(transport: Transport, sent: Sequence[SentCommand]) -> list[Reply]:
+        sizes.append(len(sent))
+        if sizes.count(64) == 3:
+            raise KeyboardInterrupt
+        return send_many(transport, sent)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transport, "send_many", send_or_interrupt)
+        ran = millrace(*how)
+    what = {"cancel": "cancelled", "delete": "deleted", "retry": "run again"}[how[0]]
+    assert (ran.status, len(ran.out.splitlines())) == (130, 128)
+    assert ran.err == f"millrace: interrupted: 128 jobs {what} so far; the same command continues\n"
+    again = millrace(*how)
+    changed = "\n".join((ran.out + again.out).splitlines())
+    assert again.status == 0 and all(f"j{i}\t" in changed for i in range(200))
+
+
 def test_of_a_batch_that_was_run_again_the_new_jobs_count(millrace: Command, engine: EngineByHand) -> None:
     for job_id in ("a", "b"):
         millrace("submit", "x", "--id", job_id, "--batch", "nightly")
@@ -200,6 +232,8 @@ def test_settings_are_shown_and_changed(millrace: Command, redis_client: redis.R
     assert "max_queued_job\t10\tunknown: has no effect" in shown and not any(
         line.startswith("paused") for line in shown
     )
+    one = "tenant_max_queued_jobs:gold"
+    assert f"{one}\t7\ttenant_max_queued_jobs" in millrace("settings", f"{one}=7").out.splitlines()
     assert millrace("settings", "max_queued_jobs=", "weight:gold=").status == 0
     assert millrace("submit", "x").status == 0
 
@@ -215,6 +249,8 @@ def test_settings_are_shown_and_changed(millrace: Command, redis_client: redis.R
         ("max_queued_jobs=1.5", "settings: max_queued_jobs must be a whole number from 0 to 9007199254740991, got 1.5"),
         ("weight:gold=0", "settings: weight:gold must be a number from 1e-06 to 1000000, got 0"),
         ("weight:a b=2", "settings: 'weight:a b' is not a setting of a queue; "),
+        ("max_queued_jobs:gold=2", "settings: 'max_queued_jobs:gold' is not a setting of a queue; "),
+        ("tenant_max_queued_jobs:gold=-1", "settings: tenant_max_queued_jobs:gold must be a whole number from 0 to "),
         ("paused=1", "settings: paused is set by pause and resume; leave it out"),
         ("max_queued_jobs", "settings: write NAME=VALUE, such as max_queued_jobs=1000, got 'max_queued_jobs'"),
     ],

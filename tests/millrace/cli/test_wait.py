@@ -169,7 +169,7 @@ def test_a_wait_in_python_logs_why_it_takes_long(
     with Client(redis_url, queue_name) as client, pytest.raises(WaitTimeout, match="no engine has ever served"):
         client.wait(client.submit("x", job_id="a"), timeout_s=0.5)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"job 'a' waits: no engine has ever served queue {queue_name!r}: ")
+    assert record.getMessage().startswith(f"jobs wait: no engine has ever served queue {queue_name!r}: ")
 
 
 @pytest.mark.parametrize(
