@@ -676,14 +676,18 @@ class _TooLong(Exception):
 
 @contextlib.contextmanager
 def _handler(number: signal.Signals, error: type[BaseException]) -> Iterator[None]:
+    """Python drops an error that is raised in a callback of the garbage collector, so Hypothesis's are off meanwhile."""
+
     def handle(_number: int, _frame: FrameType | None) -> None:
         raise error
 
-    before = signal.signal(number, handle)
+    callbacks, before = gc.callbacks.copy(), signal.signal(number, handle)
+    gc.callbacks.clear()
     try:
         yield
     finally:
         signal.signal(number, before)
+        gc.callbacks += callbacks
 
 
 @contextlib.contextmanager
