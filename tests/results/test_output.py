@@ -32,6 +32,22 @@ def test_an_event_shows_tokens_and_text_at_once(queue: FullQueue, engine: Engine
     assert (job.token_ids, job.text) == ([1, 2], "héllo")
 
 
+def test_the_result_of_a_short_job_takes_what_its_entries_need_and_expires(
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit(queue, "a", "b")
+    for claimed in engine.claim(2):
+        engine.show(claimed, 0, [1, 2], "x")
+        redis_client.xadd(f"{queue.keys.prefix}copy", {"of": "another stream"})  # what a refused RENAME leaves
+        assert engine.finish(claimed) == "ok"
+        result = queue.keys.result(claimed.job_id)
+        num_bytes = redis_client.memory_usage(result)
+        assert num_bytes is not None and num_bytes < 1000
+        assert 0 < redis_client.pttl(result) <= 86_400_000
+        assert queue.get(claimed.job_id).text == "x"
+    assert not redis_client.exists(f"{queue.keys.prefix}copy")
+
+
 def test_repeating_an_append_changes_nothing(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()

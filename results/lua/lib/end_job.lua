@@ -15,9 +15,10 @@ end
 local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta', 'tenant', 'cost', 'fingerprint', 'n'}
 
 -- Redis reserves 4 KiB for the next entries of a stream (`stream-node-max-bytes`), which is four fifths of the memory of a short
--- job. A copy takes what its entries need. Clients that wait for the stream get its last entry all the same.
+-- job. A copy takes what its entries need. Clients that wait for the stream get its last entry all the same. REPLACE: a server
+-- that refuses RENAME leaves the copy of another stream.
 local function shrink(stream)
-  redis.call('COPY', stream, prefix .. 'copy')
+  redis.call('COPY', stream, prefix .. 'copy', 'REPLACE')
   redis.call('RENAME', prefix .. 'copy', stream)
 end
 
@@ -33,7 +34,6 @@ local function end_job(id, state, reason, known, ...)
   local record_ms = math.max(keep_ms, whole_number(times[2], keep_ms))
   local result = prefix .. 'result:' .. id
   redis.call('XADD', result, '*', 'state', state, 'reason', reason, 'offset', whole_number(published, 0), ...)
-  shrink(result)
   set_state(id, batch, from, state, 'ended', now, unpack(known and known.changes or {}))
   redis.call('PEXPIRE', prefix .. 'job:' .. id, record_ms)
   redis.call('PEXPIRE', prefix .. 'body:' .. id, record_ms)
@@ -66,4 +66,5 @@ local function end_job(id, state, reason, known, ...)
     local kind = string.match(table.concat({...}, ' '), '"kind":"([%w_]+)"')
     if kind then redis.call('HSET', prefix .. 'job:' .. id, 'error_kind', kind) end
   end
+  shrink(result)  -- last: all is written where a user's rights do not suffice for it
 end
