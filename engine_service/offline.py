@@ -31,6 +31,7 @@ from millrace.engine_service.build import build_executor
 from millrace.engine_service.chat.template import template_source
 from millrace.engine_service.config import EngineConfig, checked
 from millrace.engine_service.core.scheduler import SchedulerStats
+from millrace.engine_service.deferred_signals import DeferredSignals
 from millrace.engine_service.engine import Engine, EngineMetrics
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
@@ -322,14 +323,14 @@ class LLM:
         """Free the device's memory: the KV pool, and the weights (level 1: kept in host memory, 2: dropped)."""
         if level not in (1, 2):
             raise InvalidRequest("level", f"must be 1 or 2, got {shown(level)}")
-        with self._in_use():
+        with self._in_use(), DeferredSignals():
             self._engine.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """Restore what `tags` name, "weights" or "kv_cache"; by default both. `generate` needs both."""
         if tags is not None and not (isinstance(tags, list | tuple) and all(tag in WAKE_TAGS for tag in tags)):
             raise InvalidRequest("tags", f"must be a list of {' and '.join(WAKE_TAGS)}, got {shown(tags)}")
-        with self._in_use():
+        with self._in_use(), DeferredSignals():
             self._engine.wake_up(tags)
 
     def reload_weights(self, path: str | Path | None = None) -> None:
@@ -344,7 +345,7 @@ class LLM:
             directory = self._path if path is None else resolve_model(str(path))
         except ConfigurationError as error:
             raise InvalidRequest("path", str(error).removeprefix("model: ")) from error
-        with self._in_use():
+        with self._in_use(), DeferredSignals():
             self._engine.reload_weights(str(directory))
 
     def reset_prefix_cache(self) -> None:
@@ -392,18 +393,20 @@ class LLM:
         """Return the times of the generations, and why some have failed."""
         from tqdm.auto import tqdm
 
-        self._engine.check_workers()  # a loss since the last call is not to be blamed on these generations
         times: dict[Generation, Times] = {}
         failures: dict[Generation, str] = {}
         followed = {generation for generation in generations if generation.sequence.is_followed}
-        for generation in generations:
-            generation.sequence.is_followed = True  # until its first token
-            self._engine.add(generation)
-        try:
-            make_bar = use_tqdm if callable(use_tqdm) else tqdm
-            how = {"desc": "texts", "disable": not use_tqdm, "dynamic_ncols": True}
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        how = {"desc": "texts", "disable": not use_tqdm, "dynamic_ncols": True}
+        with DeferredSignals() as signals, contextlib.ExitStack() as at_the_end:
+            self._engine.check_workers()  # a loss since the last call is not to be blamed on these generations
+            for generation in generations:
+                generation.sequence.is_followed = True  # until its first token
+                self._engine.add(generation)
+                at_the_end.callback(self._engine.abort, generation)  # does nothing for those that have ended
             with _older_objects_kept(), make_bar(total=len(generations), **how) as bar:
                 while self._engine.has_work:
+                    signals.handle()
                     num_ended = 0
                     for progress in self._engine.step():
                         generation, now_s = progress.generation, time.time()
@@ -421,9 +424,6 @@ class LLM:
                             generation.final_text()  # it keeps the text, which is decoded beside the next step here
                     if num_ended:  # or it would write a line to a file in each tenth of a second
                         bar.update(num_ended)
-        finally:
-            for generation in generations:
-                self._engine.abort(generation)  # does nothing for those that have ended
         return times, failures
 
 

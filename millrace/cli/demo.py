@@ -96,9 +96,9 @@ def _watch(
     while time.monotonic() < limit_s:
         if engine.has_ended():
             raise CommandError("the engine ended before its jobs did")
-        if producer.has_ended() and not followers.have_started:
-            followers.start()
         counts, now_s = client.stats(), time.monotonic()
+        if producer.has_ended() and counts.was_served and not followers.have_started:
+            followers.start()  # before that a reader would report that the queue has no engine
         if began_s is None and (counts.running or counts.finished):
             began_s = now_s
         elapsed_s = now_s - began_s if began_s else 0.0

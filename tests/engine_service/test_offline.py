@@ -32,10 +32,13 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from millrace import LLM, Asleep, EngineArgs, GenerationFailed, StructuredOutputs, TextPrompt, TokensPrompt
+from millrace.engine_service import deferred_signals
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.executor.launch.multiproc import MultiprocExecutor
+from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.producer import InvalidRequest, SamplingParams
 from millrace.worker.loading import probe
+from millrace.worker.rank_model import RankModel
 from millrace.worker.runner import Runner
 from tests.e2e.engines import LIMIT_S, TINY
 from tests.processes import ROOT, children_of, wait_until
@@ -730,6 +733,44 @@ def test_a_time_limit_of_the_program_ends_a_call_and_is_no_failure_of_the_worker
                 _assert_undisturbed(llm, expected)
 
 
+@contextlib.contextmanager
+def _alarm_at_line(place: int) -> Iterator[None]:
+    """Raise the signal at this line, of those that the engine, its scheduler and its worker execute."""
+    parts = tuple(
+        str(ROOT / "millrace" / part) for part in ("engine_service/core", "engine_service/engine.py", "worker/")
+    )
+    num_lines_left = place
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_lines_left
+        if not frame.f_code.co_filename.startswith(parts):
+            return None
+        if event == "line":
+            num_lines_left -= 1
+            if num_lines_left == 0:
+                _alarm()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_an_interruption_at_any_line_of_a_step_leaves_the_engine_whole(*, run_ahead: bool) -> None:
+    """As Ctrl-C in a notebook. A plan that was interrupted left sequences that nobody would run, and the next call hung."""
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64, run_ahead=run_ahead) as llm:
+        expected = _greedy_ids(llm)
+        many = ["3 + 4 =", *["A story"] * 40], SamplingParams(max_tokens=8, ignore_eos=True)
+        for place in range(100, 20_000, 997):
+            with pytest.raises(_TooLong), _handler(signal.SIGUSR2, _TooLong), _alarm_at_line(place):
+                llm.generate(*many, use_tqdm=False)
+            assert not llm.stats().num_running + llm.stats().num_waiting
+            _assert_undisturbed(llm, expected)
+
+
 def _alarm(*_: Any, **__: Any) -> Any:
     signal.raise_signal(signal.SIGUSR2)
 
@@ -742,6 +783,7 @@ def test_a_model_is_not_blamed_for_what_interrupts_its_loading(
         expected = _greedy_ids(llm)
         llm.sleep(2)
         with monkeypatch.context() as patch, _handler(signal.SIGUSR2, _TooLong):
+            patch.setattr(deferred_signals, "_PATIENCE_S", 0.0)
             patch.setattr(where, name, _alarm)
             with pytest.raises(_TooLong):
                 llm.wake_up()
@@ -753,12 +795,39 @@ def test_a_sleep_that_is_interrupted_ends_with_wake_up(monkeypatch: pytest.Monke
     with LLM(TINY, device="cpu", executor="uni", num_blocks=64) as llm:
         expected = _greedy_ids(llm)
         with monkeypatch.context() as patch, _handler(signal.SIGUSR2, _TooLong):
+            patch.setattr(deferred_signals, "_PATIENCE_S", 0.0)
             patch.setattr("millrace.worker.rank_model.RankModel.take_off_device", _alarm)
             with pytest.raises(_TooLong):
                 llm.sleep()
         with pytest.raises(Asleep):
             _greedy_ids(llm)
         llm.wake_up()
+        _assert_undisturbed(llm, expected)
+
+
+def test_a_call_that_is_interrupted_while_the_engine_falls_asleep_or_wakes_up_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_off = RankModel.take_off_device
+
+    def interrupted(model: RankModel, level: int) -> Any:
+        _alarm()
+        _alarm()
+        return take_off(model, level)
+
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64) as llm, _handler(signal.SIGUSR2, _TooLong):
+        expected = _greedy_ids(llm)
+        handler = signal.getsignal(signal.SIGUSR2)
+        with monkeypatch.context() as patch:
+            patch.setattr(RankModel, "take_off_device", interrupted)
+            with pytest.raises(_TooLong):
+                llm.sleep(2)
+        assert llm.metrics().sleep_level == 2
+        assert signal.getsignal(signal.SIGUSR2) is handler
+        with monkeypatch.context() as patch:
+            patch.setattr(UniprocExecutor, "_do_idle_work", _alarm)
+            with pytest.raises(_TooLong):
+                llm.wake_up()
         _assert_undisturbed(llm, expected)
 
 
@@ -778,6 +847,7 @@ def test_an_interruption_while_a_result_is_collected_costs_no_later_step(
     with LLM(TINY, device="cpu", executor="uni", num_blocks=64, run_ahead=run_ahead) as llm:
         expected = _greedy_ids(llm)
         with monkeypatch.context() as patch, _handler(signal.SIGUSR2, error):
+            patch.setattr(deferred_signals, "_PATIENCE_S", 0.0)
             patch.setattr(Runner, "collect", interrupted)
             with pytest.raises(error):
                 _greedy_ids(llm)
