@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Self, TypeVar
@@ -26,6 +28,7 @@ from millrace.results.connection_cache import ConnectionCache
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.scripts import Command, is_script, source_of
 from millrace.results.server_errors import as_unavailable, is_of_replica, is_unanswered_handshake
+from millrace.results.shared_reads import SharedReads, is_blocking
 
 Reply = Any
 """What redis-py returns under RESP2: bytes, int, None or nested lists."""
@@ -36,6 +39,9 @@ Call = Generator[list[Command], list[Reply], T]
 their replies, and returns its result."""
 
 _REPLY_OFF, _REPLY_ON = ("CLIENT", "REPLY", "OFF"), ("CLIENT", "REPLY", "ON")
+
+_MAX_ROUND_TRIPS = 64
+"""How many calls of an AsyncTransport are under way together. Each takes a connection, and more are no faster."""
 
 _CLOSED = "this client is closed"
 _OTHER_LOOP = re.compile("loop is closed|different (event )?loop|the handler is closed")
@@ -249,6 +255,8 @@ class AsyncTransport:
         self._server = server_name(client)
         self._guard = _Guard(self._server)
         self._sends_again = not is_borrowed and not isinstance(client, redis.asyncio.RedisCluster)
+        self._reads = SharedReads(self.send)
+        self._slots = asyncio.Semaphore(_MAX_ROUND_TRIPS)
 
     @classmethod
     def to(cls, server: str | AsyncConnection | None) -> AsyncTransport:
@@ -265,6 +273,8 @@ class AsyncTransport:
                 return await self._call(command)
 
     async def send_many(self, commands: Sequence[Command]) -> list[Reply]:
+        if len(commands) == 1 and is_blocking(commands[0]):
+            return [await self._reads.read(commands[0])]
         with self._guard:
             replies = await self._pipeline(commands)
             forgotten = _forgotten(replies)
@@ -292,21 +302,22 @@ class AsyncTransport:
         await self._disconnect()
 
     async def _call(self, command: Command) -> Reply:
-        (reply,) = await self._send(lambda: self._execute(command))
+        (reply,) = await self._send([command], lambda: self._execute(command))
         if isinstance(reply, redis.ResponseError):
             raise reply
         return reply
 
     async def _pipeline(self, commands: Sequence[Command], node: redis.asyncio.Redis | None = None) -> list[Reply]:
-        return await self._send(lambda: self._execute_together(commands, node))
+        return await self._send(commands, lambda: self._execute_together(commands, node))
 
-    async def _send(self, execute: Callable[[], Awaitable[list[Reply]]]) -> list[Reply]:
-        try:
-            replies = await execute()
-        except redis.TimeoutError as error:
-            if not self._sends_again or is_unanswered_handshake(error, self._server):
-                raise
-            replies = await execute()
+    async def _send(self, commands: Sequence[Command], execute: Callable[[], Awaitable[list[Reply]]]) -> list[Reply]:
+        async with contextlib.nullcontext() if any(map(is_blocking, commands)) else self._slots:
+            try:
+                replies = await execute()
+            except redis.TimeoutError as error:
+                if not self._sends_again or is_unanswered_handshake(error, self._server):
+                    raise
+                replies = await execute()
         await self._disconnect_after(*replies)
         return replies
 

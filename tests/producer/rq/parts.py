@@ -89,13 +89,20 @@ class EchoEngine:
 
     def __init__(self, redis_url: str, queue: str) -> None:
         self.queue = FullQueue(connect(redis_url), queue)
-        self.runs: Counter[str] = Counter()
+        self._runs: Counter[str] = Counter()
+        self._writing = threading.Lock()
+        """Held from the end of a job until it is counted."""
         self.may_finish: Callable[[ClaimedJob], bool] = lambda job: True
         self.errors: dict[str, JobError] = {}
         self.held: dict[JobId, ClaimedJob] = {}
         self._engine_id = new_engine_id()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="echo-engine", daemon=True)
+
+    @property
+    def runs(self) -> Counter[str]:
+        with self._writing:
+            return Counter(self._runs)
 
     def __enter__(self) -> EchoEngine:
         self.queue.heartbeat(self._engine_id, 5000, {})
@@ -130,9 +137,10 @@ class EchoEngine:
                 num_claims += 1
                 self.held.update((job.job_id, job) for job in claim.jobs)
                 ready = [job for job in self.held.values() if self.may_finish(job)]
-                self.queue.write([self._ended(job) for job in ready])
-                for job in ready:
-                    self._count(job)
+                with self._writing:
+                    self.queue.write([self._ended(job) for job in ready])
+                    for job in ready:
+                        self._count(job)
                 if not ready and not claim.jobs:
                     self.queue.wait_for_signal(self._engine_id, 0.05, include_wake=True)
             except QueueError:
@@ -171,7 +179,7 @@ class EchoEngine:
         del self.held[job.job_id]
 
     def _count(self, job: ClaimedJob) -> None:
-        self.runs[job.job_id] += 1
+        self._runs[job.job_id] += 1
         del self.held[job.job_id]
 
 
