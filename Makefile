@@ -34,6 +34,8 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard worker/kernels/*.[ch])
 	@# torch first and alone: pip takes the build that fits this machine, and nothing later changes it.
 	$(PIP) install --quiet --constraint constraints.txt torch
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,gateway,embedded,ray,dev]'
+	@ls worker/kernels/_library*.so >/dev/null 2>&1 || echo "warning: the CPU's kernels are not compiled, so torch does their work, which is" \
+		"slower; install a C compiler, and see its errors with: $(PIP) install --verbose --no-deps --editable ." >&2
 	@touch $@
 
 demo: $(STAMP) ## run a Redis, an engine on the CPU and a producer for some seconds

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import secrets
 from collections import Counter
@@ -28,6 +29,8 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from millrace import AsyncClient, InvalidRequest, JobNotFound, QueueFull, RedisUnavailable, ResultExpired, WaitTimeout
+
+logger = logging.getLogger("web")
 
 KEEP_ALIVE_S = 15.0
 """Proxies close a connection on which nothing comes for a minute or less."""
@@ -101,7 +104,8 @@ async def submit(request: Request) -> Response:
         fields = msgspec.structs.asdict(question)
         await readers.client.submit(**fields, tenant="web", stream=True, job_id=job_id)
     except RedisUnavailable as error:
-        return JSONResponse({"error": str(error)}, 503)
+        logger.error("a job is not submitted: %s", error)
+        return JSONResponse({"error": "the service cannot be used now; try again later"}, 503)
     except (QueueFull, InvalidRequest) as error:
         readers.end(job_id)
         return JSONResponse({"error": str(error)}, 429 if isinstance(error, QueueFull) else 400)
@@ -142,23 +146,26 @@ async def read(readers: Readers, job_id: str, after: str | None) -> AsyncGenerat
         yield 'event: gone\ndata: "unknown job"\n\n'
         return
     readers.enter(job_id)
-    has_ended = False
+    has_ended = is_told = False
     try:
         while not has_ended:
             try:
                 async for event in readers.client.stream(job_id, after=after, timeout_s=KEEP_ALIVE_S):
-                    after = event.id
+                    after, is_told = event.id, True
                     yield f"id: {event.id}\ndata: {json.dumps(event.to_dict())}\n\n"
                 has_ended = True
-            except WaitTimeout as waiting:
-                yield f": {waiting}\n\n"  # a comment, which browsers skip
+                if not is_told:  # `after` was the last event, and a browser would connect again and again
+                    yield 'event: gone\ndata: "the answer is complete"\n\n'
+            except WaitTimeout:  # the client has logged why
+                yield ": nothing yet\n\n"  # a comment, which browsers skip
             except RedisUnavailable as error:
                 if not error.is_outage:
                     raise
-                yield f": {error}\n\n"
+                logger.error("%s", error)
+                yield ": nothing yet\n\n"
                 await asyncio.sleep(1)
-            except (JobNotFound, ResultExpired, ValueError) as error:
-                yield f"event: gone\ndata: {json.dumps(str(error))}\n\n"
+            except (JobNotFound, ResultExpired, ValueError):
+                yield 'event: gone\ndata: "this job is not known any more"\n\n'
                 has_ended = True
     finally:
         if has_ended:
