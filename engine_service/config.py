@@ -140,7 +140,7 @@ _SWITCHES = {
     "--batch-invariant": (
         "batch_invariant",
         True,
-        "make the tokens of a job independent of other jobs, cached prompts and restarts; no cost on a CPU",
+        "make the tokens of a job independent of other jobs, cached prompts and restarts; on a CPU only AMX is slower",
     ),
 }
 """By switch: the option that it sets, the value, and what the help says."""

@@ -79,7 +79,9 @@ class LayerAttention:
         rotary: tuple[Tensor, Tensor] | None = None,  # cosines and sines, float32 [positions, R / 2]
         norms: tuple[Tensor, Tensor] | None = None,  # weights of RMSNorm for queries and for keys, [D]
         norm_eps: float = 0.0,
+        rounds: bool = False,
     ) -> None:
+        """`rounds`: see `CompiledAttention`."""
         assert layer.keys.dtype == layer.values.dtype
         _, block_size, num_kv_heads, key_dim = layer.keys.shape
         value_dim = layer.values.shape[-1]
@@ -90,7 +92,7 @@ class LayerAttention:
         self._call = call = AttentionCall(scaling=scaling, softcap=softcap or 0.0, norm_eps=norm_eps)
         call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim = num_heads, num_kv_heads, key_dim, value_dim
         call.dtype, call.pool_dtype = KERNEL_DTYPES[dtype], KERNEL_DTYPES[layer.keys.dtype]
-        call.block_size, call.window = block_size, sliding_window or 0
+        call.block_size, call.window, call.rounds = block_size, sliding_window or 0, rounds
         call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
         self._tensors = [layer.keys, layer.values]  # they have to outlive the calls
         if norms is not None:
@@ -122,8 +124,10 @@ class CompiledAttention:
 
     name = "cpu"
 
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: Kernels, *, rounds: bool = False) -> None:
+        """`rounds`: where queries, keys and values are bfloat16, and the CPU has instructions for it, round the queries and
+        weights of chunks too. So a token's bits depend on whether it is computed in a chunk."""
+        self.kernels, self.rounds = kernels, rounds
         self._torch_path = CPUAttention()
 
     def forward(
@@ -143,6 +147,7 @@ class CompiledAttention:
         num_heads, num_tokens, _ = query.shape
         qkv = torch.cat([each.transpose(0, 1).reshape(num_tokens, -1) for each in (query, key, value)], dim=1)
         output = query.new_empty(num_tokens, num_heads, value.shape[-1])
-        attention = LayerAttention(self.kernels, layer, num_heads, dtype, scaling, sliding_window, softcap)
+        how = (scaling, sliding_window, softcap)
+        attention = LayerAttention(self.kernels, layer, num_heads, dtype, *how, rounds=self.rounds)
         attention.run(qkv, output, step_rows(self.kernels, batch))
         return output

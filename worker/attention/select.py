@@ -58,7 +58,7 @@ def _find_attention(name: str, device: torch.device, batch_invariant: bool) -> A
         return ReferenceAttention()
     if name == "cpu" and device.type == "cpu":
         kernels = find_kernels()
-        return CPUAttention() if kernels is None else CompiledAttention(kernels)
+        return CPUAttention() if kernels is None else CompiledAttention(kernels, rounds=not batch_invariant)
     if name == "triton" and device.type != "cpu" and find_triton():
         from millrace.worker.attention.triton import TritonAttention
 

@@ -126,7 +126,7 @@ class CompiledOperations:
         return GatedActivation(self._kernels, name, size, self._dtype)
 
     def attention(self, parts: AttentionParts, layer: LayerCache) -> CompiledLayerAttention:
-        return CompiledLayerAttention(parts, layer, self._kernels, self.workspace)
+        return CompiledLayerAttention(parts, layer, self._kernels, self.workspace, rounds=not self._batch_invariant)
 
     def prepare_module(self, module: nn.Module) -> None:
         if self._batch_invariant:
@@ -143,7 +143,9 @@ class CompiledOperations:
 class CompiledLayerAttention:
     """Norms of heads, rotation, write and attention in one call."""
 
-    def __init__(self, parts: AttentionParts, layer: LayerCache, kernels: Kernels, workspace: Workspace) -> None:
+    def __init__(
+        self, parts: AttentionParts, layer: LayerCache, kernels: Kernels, workspace: Workspace, *, rounds: bool
+    ) -> None:
         norms = parts.head_norms
         self._workspace, self._width = workspace, parts.output_width
         self._attention = LayerAttention(
@@ -157,6 +159,7 @@ class CompiledLayerAttention:
             rotary=(parts.rotary.cosines, parts.rotary.sines),
             norms=(norms[0].weights, norms[1].weights) if norms else None,
             norm_eps=norms[0].epsilon if norms else 0.0,
+            rounds=rounds,
         )
 
     def run(self, projected: Tensor, rows: StepRows) -> Tensor:

@@ -17,6 +17,7 @@
 #include "attention_tile.inc.h"
 #include "attention_rows.inc.h"
 #include "attention_lanes.inc.h"
+#include "attention_matrices.inc.h"
 
 /* Attend to positions [begin, end), span by span, with some members of a tile. */
 static void attend_part(const struct attention *c, const struct scratch *s, const struct tile *tile, int64_t row,
@@ -27,6 +28,16 @@ static void attend_part(const struct attention *c, const struct scratch *s, cons
     int64_t num_heads = is_in_lanes ? 1 : tile->num_heads;
     for (int64_t head = 0; head < tile->num_heads; head += num_heads) {
         struct part part = {row, first_member, num_members, head, num_heads, begin, 0, end};
+#if HAS_TILES
+        if (is_in_lanes && uses_matrices(c)) {
+            pair_queries(s->query + (head * per_head + first_member * group) * dim, num_members * group, dim, s->turned);
+            for (; part.begin < end; part.begin += part.count) {
+                part.count = smaller(SPAN - part.begin % SPAN, end - part.begin);
+                attend_matrices(c, s, tile, &part);
+            }
+            continue;
+        }
+#endif
         if (is_in_lanes)
             turn_queries(s->query + (head * per_head + first_member * group) * dim, num_members * group, dim, s->turned);
         for (; part.begin < end; part.begin += part.count) {
@@ -176,6 +187,7 @@ static int attend(const struct attention *c)
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < num_tiles; i++)
             attend_tile(c, &s, &tiles[i]);
+        release_registers();
     }
     end_region(region);
     free(tiles);

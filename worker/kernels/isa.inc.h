@@ -28,6 +28,7 @@ PUSH_TARGET(TARGET)
 #endif
 
 #include "simd.h"
+#include "tiles.inc.h"
 #include "regions.inc.h"
 #include "attention.inc.h"
 #include "sampling.inc.h"

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 18
+#define MILLRACE_KERNELS_VERSION 19
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, UINT8 = 2 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -36,6 +36,7 @@ struct attention {
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
     int64_t dtype;      /* of qkv and output */
     int64_t pool_dtype; /* of keys and values */
+    int64_t rounds;     /* 1: many query vectors may be rounded to bfloat16, with their weights, if all is bfloat16 */
     int64_t window; /* a token attends to its last `window` positions; 0: to all */
     float scaling, softcap; /* softcap 0: none */
     const float *query_norm, *key_norm; /* [D], weights of RMSNorm, or NULL */

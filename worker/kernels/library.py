@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 18
+VERSION = 19
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -47,7 +47,7 @@ class AttentionCall(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size")),
-        *((name, ctypes.c_int64) for name in ("dtype", "pool_dtype", "window")),
+        *((name, ctypes.c_int64) for name in ("dtype", "pool_dtype", "rounds", "window")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
         *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
         *(("norm_eps", ctypes.c_float), ("rotary_dim", ctypes.c_int64)),

@@ -101,26 +101,6 @@ static ALWAYS_INLINE void add_span_of_bytes(const char *input, int64_t stride, c
 }
 
 #if HAS_TILES
-enum { AMX_ROWS = 16, AMX_INPUTS = 32 };
-
-static _Thread_local int64_t amx_rows; /* for which the registers are configured; 0: none */
-
-/* Registers 0 to 2 have the sums of the first rows, 3 to 5 those of the next 16, 6 the inputs and 7 the weights. */
-static void configure_registers(int64_t num_rows)
-{
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes_per_row[16];
-        uint8_t num_rows[16];
-    } registers = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        registers.bytes_per_row[i] = 64;
-        registers.num_rows[i] = i < 7 ? num_rows : 16;
-    }
-    _tile_loadconfig(&registers);
-    amx_rows = num_rows;
-}
-
 /* The compiler wants the numbers of registers as literals. */
 #define LOAD_SUMS(a, b, c, from) \
     _tile_loadd(a, from, LINE); \
@@ -131,7 +111,8 @@ static void configure_registers(int64_t num_rows)
     _tile_stored(b, (to) + LANES, LINE); \
     _tile_stored(c, (to) + 2 * LANES, LINE)
 
-/* As add_span, of a multiple of AMX_INPUTS, for 1 to 16 rows or for 32. `prefetches`: the weights of the next span. */
+/* As add_span, of a multiple of AMX_INPUTS, for 1 to 16 rows or for 32. Registers 0 to 2 have the sums of the first rows, 3
+ * to 5 those of the next 16, 6 the inputs and 7 the weights. `prefetches`: the weights of the next span. */
 static void add_span_of_matrices(const char *input, int64_t stride, const float *line, int64_t size, int64_t num_rows,
                                  int is_first, int prefetches, float *results)
 {
@@ -384,11 +365,7 @@ static void compute_panels(const struct linear *c, struct rows rows, const char 
                     begin = row + 1;
                 }
         }
-#if HAS_TILES
-        if (amx_rows > 0)
-            _tile_release(); /* others may configure the registers before the next call */
-        amx_rows = 0;
-#endif
+        release_registers();
     }
 }
 

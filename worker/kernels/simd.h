@@ -159,6 +159,25 @@ static inline vf sums_of_lanes(vf v[LANES])
     return v[0];
 }
 
+#if HAS_TILES
+#define SWAP_HALVES(half) \
+    for (int i = 0; i < LANES; i++) \
+        if (!(i & half)) { \
+            vi first = v[i], second = v[i + half]; \
+            v[i] = SHUFFLE(first, second, ALL_LANES(half, 0)); \
+            v[i + half] = SHUFFLE(first, second, ALL_LANES(half, half)); \
+        }
+
+/* Exchange rows and lanes. */
+static inline void transpose(vi v[LANES])
+{
+    UNROLLED SWAP_HALVES(8)
+    UNROLLED SWAP_HALVES(4)
+    UNROLLED SWAP_HALVES(2)
+    UNROLLED SWAP_HALVES(1)
+}
+#endif
+
 /* bfloat16 is the upper half of a float32. */
 static inline float from_bf16(uint16_t number)
 {

@@ -102,9 +102,11 @@ def check(
     shape: Shape,
     window: int | None = None,
     softcap: float | None = None,
+    *,
+    rounds: bool = False,
 ) -> None:
     expected, layer = attend(ReferenceAttention(), rows, shape, window, softcap)
-    actual, written = attend(CompiledAttention(kernels), rows, shape, window, softcap)
+    actual, written = attend(CompiledAttention(kernels, rounds=rounds), rows, shape, window, softcap)
     assert bool(expected.isfinite().all())
     rtol, atol = (1e-5, 4e-6) if shape.dtype == torch.float32 else (1e-2, 1e-2)
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
@@ -122,6 +124,34 @@ def random_rows(seed: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
 def test_it_equals_the_reference(kernels: Kernels, shape: Shape, window: int | None) -> None:
     check(kernels, random_rows(shape.key_dim), shape, window)
+
+
+ROUNDED = [
+    IN_BF16[0],
+    Shape(heads=8, kv_heads=1, key_dim=128, value_dim=128, dtype=torch.bfloat16),
+    Shape(heads=7, kv_heads=1, key_dim=96, value_dim=64, block_size=5, dtype=torch.bfloat16),
+    Shape(heads=3, kv_heads=3, key_dim=256, value_dim=32, block_size=32, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("shape", [*ROUNDED, IN_BF16[1], SHAPES[0], *IN_TWO_DTYPES])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (1, None), (7, None), (40, 2.0), (130, None), (None, 0.5)]
+)
+def test_chunks_with_rounded_queries_and_weights(
+    kernels: Kernels, shape: Shape, window: int | None, softcap: float | None
+) -> None:
+    rows = [*random_rows(shape.key_dim), (300, 300), (260, 130), (129, 9), (400, 33)]
+    check(kernels, rows, shape, window, softcap, rounds=True)
+
+
+def test_rounding_is_for_bfloat16_alone_and_leaves_single_tokens_as_they_are(kernels: Kernels) -> None:
+    rounds = kernels.instruction_set == "amx"
+    for shape, is_other in ((IN_BF16[0], rounds), (SHAPES[0], False), *((each, False) for each in IN_TWO_DTYPES)):
+        for rows in ([(300, 300)], [(300, 1), (40, 1), (5, 1)]):
+            plain, _ = attend(CompiledAttention(kernels), rows, shape)
+            rounded, _ = attend(CompiledAttention(kernels, rounds=True), rows, shape)
+            assert torch.equal(plain, rounded) != (is_other and rows[0][1] > 1)
 
 
 def test_a_layer_uses_the_block_tables_of_its_group(kernels: Kernels) -> None:
@@ -244,6 +274,12 @@ def test_many_rows_that_share_blocks_have_the_same_bits_alone(
     check_sharing(kernels, shape, lengths, [(list(range(41)), 128), (list(range(20, 24)), 144)], softcap=softcap)
 
 
+@pytest.mark.parametrize("shape", [ROUNDED[0], ROUNDED[1], ROUNDED[3]])
+def test_rows_that_share_blocks_with_rounded_queries_and_weights(kernels: Kernels, shape: Shape) -> None:
+    check_sharing(kernels, shape, SHARED_LENGTHS, SHARED, rounds=True)
+    check_sharing(kernels, shape, [129 + 7 * row % 160 for row in range(41)], [(list(range(41)), 128)], rounds=True)
+
+
 def test_many_rows_that_share_one_span_of_one_head(kernels: Kernels) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -260,6 +296,8 @@ def check_sharing(
     shared: list[tuple[list[int], int]],
     window: int | None = None,
     softcap: float | None = None,
+    *,
+    rounds: bool = False,
 ) -> None:
     """Compute groups of rows whose first blocks are the same in one step, and each row in a step of its own."""
     batch = make_batch([(length, 1) for length in lengths], shape.block_size, NUM_BLOCKS, 5)
@@ -276,7 +314,7 @@ def check_sharing(
             (shape.kv_heads, shape.value_dim),
         )
     )
-    attention = CompiledAttention(kernels)
+    attention = CompiledAttention(kernels, rounds=rounds)
     together = attention.forward(query, key, value, layer, 0.2, window, softcap, batch)
     expected = ReferenceAttention().forward(query, key, value, layer, 0.2, window, softcap, batch)
     rtol, atol = (1e-5, 4e-6) if shape.dtype == torch.float32 else (1e-2, 1e-2)
@@ -287,7 +325,10 @@ def check_sharing(
             batch, query_starts=[0, 1], kv_lens=[length], block_tables=batch.block_tables[:, one], derived={}
         )
         output = attention.forward(query[:, one], key[:, one], value[:, one], layer, 0.2, window, softcap, alone)
-        assert torch.equal(output[0], together[row]), row
+        if rounds:
+            torch.testing.assert_close(output[0], together[row], rtol=rtol, atol=atol)
+        else:
+            assert torch.equal(output[0], together[row]), row
 
 
 def test_other_dtypes_take_the_torch_path(kernels: Kernels) -> None:
