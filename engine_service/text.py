@@ -148,13 +148,13 @@ class Tokenizer:
 
     def texts_of(self, token_ids: Iterable[int], before: SequenceOf[int]) -> list[str]:
         """Return what each of these tokens adds to a text that ends with the tokens `before`. A character of several tokens
-        belongs to the last one, and the others add nothing. Special tokens have a text, too."""
+        belongs to the last one, and the others add only what they have besides. Special tokens have a text, too."""
         texts = [self._text_of(token_id) for token_id in token_ids]
         if _INCOMPLETE not in "".join(texts):
             return texts
         starts = self._incomplete_starts(before)
         return [
-            self._completed_text(token_id, starts) if text.endswith(_INCOMPLETE) else text
+            self._completed_text(token_id, text, starts) if _INCOMPLETE in (text[:1], text[-1:]) else text
             for token_id, text in zip(token_ids, texts, strict=True)
         ]
 
@@ -179,12 +179,13 @@ class Tokenizer:
             starts.append((ids, text.rstrip(_INCOMPLETE)))
         return starts
 
-    def _completed_text(self, token_id: int, starts: list[tuple[list[int], str]]) -> str:
+    def _completed_text(self, token_id: int, alone: str, starts: list[tuple[list[int], str]]) -> str:
+        """Return the complete characters that a token adds. `alone`: what it adds after a letter."""
         for ids, start in starts:
-            added = self._decode_all([*ids, token_id]).removeprefix(start)
-            if not added.endswith(_INCOMPLETE):
+            added = self._decode_all([*ids, token_id]).removeprefix(start).rstrip(_INCOMPLETE)
+            if added and not added.startswith(_INCOMPLETE):
                 return added
-        return ""
+        return alone.rstrip(_INCOMPLETE)
 
     def _decode_all(self, token_ids: list[int]) -> str:
         return self.decode(token_ids, skip_special_tokens=False)
@@ -301,6 +302,8 @@ class Detokenizer:
             self._settle(added, self._pending)
         elif added and len(self._pending) > _MAX_PENDING_TOKENS:
             self._settle_all_but_last(added)
+        elif not added:  # as ids have that are not in the vocabulary
+            self._pending = self._pending[-_NUM_KEPT_TOKENS:]
 
     def _end_character(self) -> None:
         """Settle what waits for the rest of a character: the next token does not have it."""

@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+_JOINERS = "\u200c\u200d"
+"""They stand in words of Persian and Indic languages, and in emoji."""
 MAX_MESSAGE = 400
 """Characters of an error's message: what users put into it may be longer."""
 
@@ -15,7 +17,7 @@ def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
     text = _without_middle(text, limit)
     if text.isprintable():
         return text
-    return _without_middle("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), limit)
+    return _without_middle("".join(c if c.isprintable() or c in _JOINERS else repr(c)[1:-1] for c in text), limit)
 
 
 def _without_middle(text: str, limit: int) -> str:

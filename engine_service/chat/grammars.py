@@ -132,7 +132,7 @@ class _Rules:
             return f"{call} ({_literal(separator)} {call})*"
 
         def objects(key: str, before: str = "{", after: str = "}") -> str:
-            heads = {name: f'{before}"name": {json.dumps(name)}, "{key}": ' for name in arguments}
+            heads = {name: f'{before}"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ' for name in arguments}
             calls = [f"{_literal(heads[name])} {rule} {_literal(after)}" for name, rule in arguments.items()]
             return f"({' | '.join(calls)})"
 

@@ -31,8 +31,9 @@ class OutputSplitter:
         self._marks = THINKING_MARKS[form.reasoning] if form.reasoning is not None else None
         self._begins_in_reasoning = begins_in_reasoning
         self._family = FAMILIES[form.tool_calls] if tools is not None and form.tool_calls is not None else None
-        self._step: Callable[[bool], bool] = self._find_reasoning
-        """Takes what is certain from the held text. Returns whether another step has to look at the rest."""
+        self._step: Callable[[OutputSplitter, bool], bool] = OutputSplitter._find_reasoning
+        """Takes what is certain from the held text. Returns whether another step has to look at the rest. No bound method:
+        a cycle of references would keep the tools for long after the job."""
         self._held = ""
         self._num_tries = 0
         """Marks of an end in the held text at which its first call could not be read."""
@@ -47,14 +48,14 @@ class OutputSplitter:
     def feed(self, text: str) -> Parts:
         """Return what this text adds to the parts."""
         self._held += text
-        while self._step(False):
+        while self._step(self, False):
             pass
         return self._take()
 
     def end(self, text: str = "") -> Parts:
         """Return what the last text adds, and what was held back. Another call returns nothing more."""
         self._held += text
-        while self._step(True):
+        while self._step(self, True):
             pass
         if not self._has_calls:
             self._new_content += self._space
@@ -69,13 +70,13 @@ class OutputSplitter:
     def _find_reasoning(self, is_end: bool) -> bool:
         start = self._held.lstrip()
         if self._marks is None:
-            self._step = self._read_content
+            self._step = OutputSplitter._read_content
         elif start.startswith(begin := self._marks[0]):
-            self._held, self._step = start[len(begin) :], self._read_reasoning
+            self._held, self._step = start[len(begin) :], OutputSplitter._read_reasoning
         elif not is_end and begin.startswith(start):
             return False
         else:
-            self._step = self._read_reasoning if self._begins_in_reasoning else self._read_content
+            self._step = OutputSplitter._read_reasoning if self._begins_in_reasoning else OutputSplitter._read_content
         return True
 
     def _read_reasoning(self, is_end: bool) -> bool:
@@ -87,7 +88,7 @@ class OutputSplitter:
         self._new_reasoning += found
         self._has_reasoning |= bool(found)
         if mark or is_end:
-            self._held, self._step = rest, self._skip_lines
+            self._held, self._step = rest, OutputSplitter._skip_lines
             return True
         self._held = (text[len(text.rstrip()) :] if self._has_reasoning else "") + rest
         return False
@@ -96,7 +97,7 @@ class OutputSplitter:
         self._held = self._held.lstrip("\n")
         if not self._held and not is_end:
             return False
-        self._step = self._read_content
+        self._step = OutputSplitter._read_content
         return True
 
     def _read_content(self, is_end: bool) -> bool:
@@ -110,7 +111,7 @@ class OutputSplitter:
             if not start and not is_end:
                 return False
             if start.startswith(self._family.may_begin_with):
-                self._step = self._read_calls
+                self._step = OutputSplitter._read_calls
                 return True
         text, mark, rest = self._held, "", ""
         if self._num_broken < MAX_BROKEN_CALLS:
@@ -120,7 +121,7 @@ class OutputSplitter:
         self._add(text)
         self._held = mark + rest
         if mark:
-            self._step = self._read_calls
+            self._step = OutputSplitter._read_calls
         return bool(mark)
 
     def _read_calls(self, is_end: bool) -> bool:
@@ -129,7 +130,7 @@ class OutputSplitter:
         if self._held.startswith(mark := self._family.mark) and not self._family.begin.match(self._held, len(mark)):
             self._add(mark)
             self._num_broken += 1
-            self._held, self._step = self._held[len(mark) :], self._read_content
+            self._held, self._step = self._held[len(mark) :], OutputSplitter._read_content
             return True
         if is_end:
             for item in self._family.split(self._held, self._tools, self._num_broken):
@@ -147,7 +148,7 @@ class OutputSplitter:
         if call is None or self._held.count(HERMES_END, 0, end) > MAX_BROKEN_CALLS:
             return False
         self._add(call)
-        self._held, self._num_tries, self._step = self._held[end:], 0, self._read_content
+        self._held, self._num_tries, self._step = self._held[end:], 0, OutputSplitter._read_content
         return True
 
     def _add(self, item: str | FunctionCall) -> None:

@@ -17,7 +17,9 @@ from millrace.results.messages import FunctionCall
 MAX_BROKEN_CALLS = 8
 """After so many calls that cannot be read the rest is content. Each attempt may read the whole text."""
 
-_MISTRAL_NAME = re.compile(r"\s*([\w.:/-]{1,256})(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*")
+_NAME = r"[^\s\[\]{}<>]{1,256}"
+"""Of a function. Names with combining marks, as in Hindi, or with emoji have characters that are not in `\\w`."""
+_MISTRAL_NAME = re.compile(rf"\s*({_NAME})(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*")
 _SPACE = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*[;,]?\s*")
 _QWEN_NAME = re.compile(r"\s*<function=([^<>\n]{1,256})>\s*")
@@ -25,7 +27,7 @@ _QWEN_ARGUMENT = re.compile(
     r"<parameter=([^<>\n]{1,256})>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL
 )
 _QWEN_END = "</function>"
-_GLM_NAME = re.compile(r"\s*([\w.:/-]{1,256})\s*")
+_GLM_NAME = re.compile(rf"\s*({_NAME})\s*")
 _GLM_ARGUMENT = re.compile(
     r"<arg_key>([^<>\n]{1,256})</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|</tool_call>)", re.DOTALL
 )
@@ -174,11 +176,11 @@ class Family(NamedTuple):
         return [*items, text[kept:]]
 
 
-_MISTRAL_BEGIN = re.compile(r"\s*(?:\Z|[{\[]|[\w.:/-]{1,256}\s*(?:\Z|[{\[]))")
+_MISTRAL_BEGIN = re.compile(rf"\s*(?:\Z|[{{\[]|{_NAME}\s*(?:\Z|[{{\[]))")
 FAMILIES = {
     "hermes": Family(HERMES, re.compile(r"\s*(?:\Z|\{)"), _read_hermes),
     "qwen3_coder": Family(HERMES, re.compile(r"\s*(?:\Z|<(?:\Z|f))"), _read_qwen),
-    "glm45": Family(HERMES, re.compile(r"\s*(?:\Z|[\w.:/-]{1,256}\s*(?:\Z|<))"), _read_glm),
+    "glm45": Family(HERMES, re.compile(rf"\s*(?:\Z|{_NAME}\s*(?:\Z|<))"), _read_glm),
     "llama3_json": Family(LLAMA, re.compile(r"\s*(?:\Z|\{)"), split_rest=_split_llama, may_begin_with="{"),
     "mistral": Family(MISTRAL, _MISTRAL_BEGIN, split_rest=_split_mistral),
 }

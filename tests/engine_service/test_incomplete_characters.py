@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
+from millrace.engine_service.logprob_records import MAX_BEFORE
 from millrace.engine_service.text import Detokenizer, Tokenizer
 from millrace.executor.wire.messages import SeqId
 from tests.engine_service.core.sequences import GREEDY
@@ -131,6 +132,41 @@ def read(
     marked += one.marked_final_text_after(num_shown, marks)
     shown += one.final_text_after(num_shown)
     return Reading(shown, one.final_text(), marked, len(one.token_ids), one.stop_reason)
+
+
+@settings(max_examples=250)
+@given(data=st.data())
+def test_the_texts_of_tokens_are_the_text(vocabulary: Vocabulary, data: st.DataObject) -> None:
+    """Also of tokens that hold a part of a character beside other text."""
+    text = data.draw(st.text(st.sampled_from("你👩ab"), min_size=1, max_size=8)).encode()
+    token_ids: list[int] = []
+    while text:
+        fitting = [each for each, content in vocabulary.bytes_by_id.items() if content and text.startswith(content)]
+        token_ids.append(data.draw(st.sampled_from(fitting)))
+        text = text[len(vocabulary.bytes_by_id[token_ids[-1]]) :]
+    tokenizer = vocabulary.tokenizer
+    texts = [
+        tokenizer.texts_of([each], token_ids[max(0, at - MAX_BEFORE) : at])[0] for at, each in enumerate(token_ids)
+    ]
+    assert "".join(texts) == vocabulary.text_of(token_ids)
+
+
+def test_tokens_without_a_text_do_not_pile_up(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids behind the vocabulary have none."""
+    tokenizer, longest = vocabulary.tokenizer, 0
+    decode = tokenizer.decode
+
+    def measured(token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", measured)
+    detokenizer = Detokenizer(tokenizer, [vocabulary.id_of(b"a")], skip_special_tokens=True)
+    for token_id in [vocabulary.id_of(b"b"), *[10**6] * 100, vocabulary.id_of(b" a"), vocabulary.id_of(b"b")]:
+        detokenizer.feed(token_id)
+    assert detokenizer.flush() == "b ab"
+    assert longest < 20
 
 
 @settings(max_examples=250)

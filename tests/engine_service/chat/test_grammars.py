@@ -43,7 +43,7 @@ def no_special_id(text: str) -> None:
 
 
 def call(family: str, name: str, arguments: str) -> str:
-    name_text = json.dumps(name)
+    name_text = json.dumps(name, ensure_ascii=False)
     return {
         "hermes": f'<tool_call>\n{{"name": {name_text}, "arguments": {arguments}}}\n</tool_call>',
         "llama3_json": f'{{"name": {name_text}, "parameters": {arguments}}}',

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,19 @@ def test_a_call_comes_when_its_end_does() -> None:
     assert splitter.end() == Parts(" \n<tool_call>{", None, [])
 
 
+def test_a_splitter_that_is_dropped_keeps_no_schema_for_the_next_collection_of_cycles() -> None:
+    """Schemas may be large, and the collector counts objects, not bytes."""
+    gc.disable()
+    try:
+        splitter = OutputSplitter(FORMATS["hermes"], NO_PARAMETERS)
+        splitter.feed(f"I add. <tool_call>{CALL}\n</tool_call> I")
+        dropped = weakref.ref(splitter)
+        del splitter
+        assert dropped() is None
+    finally:
+        gc.enable()
+
+
 NOTHING = Parts(None, None, [])
 
 
@@ -372,6 +387,11 @@ def test_calls_of_llama(text: str, content: str | None, calls: list[FunctionCall
         ('[TOOL_CALLS]f[ARGS]{"a": 1}', None, [F]),
         ('[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]f[CALL_ID]x1[ARGS]{"a": 1}', None, [F, F]),
         ('[TOOL_CALLS]f{"a": 1} more', "more", [F]),
+        *(
+            (f'[TOOL_CALLS]{name}{mark}{{"a": 1}}', None, [FunctionCall(name=name, arguments='{"a": 1}')])
+            for name in ("получить_погоду", "मौसम", "cafe\u0301", "😀", "f.g:h/i-1")
+            for mark in ("", "[ARGS]", " ")
+        ),
         ('[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g{"a', '[TOOL_CALLS]g{"a', [F]),
         (f"[TOOL_CALLS] is a mark: [TOOL_CALLS][{CALL}]", "[TOOL_CALLS] is a mark:", [F]),
         ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
@@ -471,6 +491,7 @@ A1 = call_of("f", '{"a": "1"}')
         ("glm45", f"I look.\n{GLM}</tool_call> done", "I look.\n done", [A1]),
         ("glm45", GLM, GLM, []),
         ("glm45", "<tool_call>f</tool_call>", None, [call_of("f", "{}")]),
+        ("glm45", "<tool_call>मौसम</tool_call>", None, [call_of("मौसम", "{}")]),
         ("glm45", "<tool_call>f", "<tool_call>f", []),
         ("glm45", GLM.replace("\n", "") + "</tool_call>", None, [A1]),
         ("glm45", GLM.replace("1", "</tool_call>") + "</tool_call>", None, [call_of("f", '{"a": "</tool_call>"}')]),
