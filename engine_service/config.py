@@ -145,6 +145,15 @@ _SWITCHES = {
 }
 """By switch: the option that it sets, the value, and what the help says."""
 
+_OTHER_OPTIONS = {
+    "--data-parallel-size": "start that many engines; each one takes GPUs that are free",
+    **dict.fromkeys(("--num-ctx", "--ctx-size", "-c"), "use --max-model-len"),
+    **dict.fromkeys(("--threads", "--num-threads", "-t"), "set the environment variable OMP_NUM_THREADS"),
+    **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl"), "all layers are on the device; use --device"),
+    **dict.fromkeys(("--host", "--port"), "an engine takes its jobs from Redis and has no HTTP API (docs/web.md)"),
+}
+"""By option of vLLM, Ollama or llama.cpp: what to do here."""
+
 _EXITS = """\
 Exit status: 0 after SIGTERM, SIGINT or --exit-when-idle, 1 for a failure of the
 program or a metrics port that is in use, 2 when an option or the model can't
@@ -339,12 +348,26 @@ def add_option(parser: Any, field: FieldInfo, *aliases: str, default: Any = None
     parser.add_argument(
         f"--{field.name.replace('_', '-')}",
         *aliases,
-        type={int: int, int | None: int, float: float, float | None: float}.get(field.type, str),
+        type={int: _integer, int | None: _integer, float: _number, float | None: _number}.get(field.type, str),
         metavar=metavar,
         choices=_CHOICES.get(field.name),
         default=default,
         help=f"{text} (default: {field.default})" if has_default else text,
     )
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {shown(text)}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {shown(text)}") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -359,8 +382,8 @@ class _Parser(argparse.ArgumentParser):
                 each for each in self._option_string_actions if each.startswith("--no-") == first.startswith("--no-")
             ]
             similar = get_close_matches(option, known, 1, 0.75)
-            if option == "--data-parallel-size":
-                message += ": start that many engines; each one takes GPUs that are free"
+            if option in _OTHER_OPTIONS:
+                message += f": {_OTHER_OPTIONS[option]}"
             elif similar:
                 message += f"; did you mean {similar[0]}?"
         elif unknown:

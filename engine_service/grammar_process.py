@@ -69,6 +69,7 @@ _INEXACT = "integers beyond 2^53 would not be kept exactly; use strings"
 _TOO_AMBIGUOUS = (
     "nested repetitions match the same text in too many ways; use smaller counts, or separate the repetitions"
 )
+_UNREADABLE = "; leave it out, or use a model whose tokenizer is byte-level BPE, or SentencePiece with byte fallback"
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -105,7 +106,8 @@ def main() -> None:
             vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids, slices=[]
         )
     except BaseException as error:  # its parser's errors, and panics of Rust
-        refused = Checked(error=f"is not possible with the tokenizer of this model: {_shortened(str(error))}")
+        reason = _UNREADABLE if "can't determine decoder type" in str(error) else f": {_shortened(str(error))}"
+        refused = Checked(error=f"is not possible with the tokenizer of this model{reason}")
         while receive(channel) is not None:
             send(channel, refused)
         return

@@ -16,29 +16,47 @@ _PLACE_BYTES, _NUM_PLACES = 4096, 4
 """What `fingerprint` reads of a tensor: so many places of this size, evenly spaced. A smaller tensor is read as a whole."""
 _MAX_HEADER_BYTES = 100_000_000
 """Longer headers are invalid, as in safetensors."""
+_GGUF_RULE = "is in GGUF, which is not supported; use the model's checkpoint in safetensors, in 16 bits"
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
     """Return the directory of a model: `model` itself, or the local copy of a hub id, which is downloaded if needed.
     `revision`: of the hub's repository."""
     path = os.path.expanduser(model)
+    if os.path.isfile(path):
+        if path.endswith(".gguf"):
+            raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
+        raise ConfigurationError(f"model: {model} is a file; name the directory of a model")
     if os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
         if not os.path.isfile(os.path.join(path, "config.json")):
             if os.path.isfile(os.path.join(path, "adapter_config.json")):
                 rule = "is a LoRA adapter (adapter_config.json); merge it into its base model, and name that"
                 raise ConfigurationError(f"model: {model} {rule}")
+            if any(Path(path).glob("*.gguf")):
+                raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
             raise ConfigurationError(f"model: {model} has no config.json; name the directory of a model")
         if revision is not None:
             raise ConfigurationError(f"revision: is of a hub id, and {model} is a directory; leave it out")
-        return Path(path).resolve()
+        return _without_pooling(model, Path(path).resolve())
     if os.path.isabs(path) or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigurationError(f"model: there is no directory {model}; use a directory or a hub id such as org/name")
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        found = snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
     except Exception as error:  # the hub's client raises its own and its transport's errors
         raise ConfigurationError(f"model: {model} is no directory, and the hub does not return it: {error}") from error
+    if model.lower().endswith("gguf") and not any(Path(found).glob("*.safetensors")):
+        raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
+    return _without_pooling(model, Path(found))
+
+
+def _without_pooling(model: str, path: Path) -> Path:
+    """Return the path. Raises `ConfigurationError` for embeddings, whose decoder would start, and serve nonsense."""
+    if b"Pooling" in _read(path / "modules.json"):  # sentence-transformers; rerankers that generate a token have none
+        rule = "is a model for embeddings (it has modules.json); use a model that generates text"
+        raise ConfigurationError(f"model: {model} {rule}")
+    return path
 
 
 def eos_token_ids(path: Path) -> list[int]:

@@ -13,7 +13,7 @@ from types import FrameType
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from millrace import __version__
-from millrace.engine_service.chat.output_format import output_format
+from millrace.engine_service.chat.output_format import describe, output_format
 from millrace.engine_service.chat.outputs import ChatOutputs
 from millrace.engine_service.chat.renderer import ProcessRenderer
 from millrace.engine_service.config import ServeConfig
@@ -125,9 +125,7 @@ class _Process:
         self._model_fingerprint = f"{files}-{facts.dtype}-{facts.kv_cache_dtype}"
         config, template = self._config, tokenizer.chat_template
         form = output_format(template, config.tool_call_parser, config.reasoning_parser)
-        logger.info(
-            "chats: tool calls are read as %s, reasoning as %s", form.tool_calls or "none", form.reasoning or "none"
-        )
+        logger.info("%s", describe(form, template))
         self._admission = Admission(
             facts,
             tokenizer,
@@ -204,6 +202,7 @@ class _Serving:
             pending=self._writer.pending,
             on_news=lambda news: self.service.post_reconciliation(news),
             sleep_level=lambda: engine.sleep_level,
+            model=config.model_names[0],
             outage=outage,
         )
         capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)

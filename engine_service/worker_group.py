@@ -37,6 +37,7 @@ MAX_GROW_AFTER_S = 3600.0
 CACHE_SHARE = 0.25
 """Share of an automatic KV pool in host memory that prompts may fill which no running sequence uses."""
 
+_LESS_MEMORY = "lower kv_cache_memory, max_num_batched_tokens or max_num_seqs, or use a smaller model"
 _LOADING = "load_model"
 _DEVICE_ERROR, _OF_MODEL = "DeviceError", ("ModelError", "WeightsDiffer")
 """Errors of the worker, by name: the engine does not import the worker."""
@@ -258,6 +259,8 @@ def _dead(message: str, error: ExecutorError) -> EngineDead:
     cause = failure.cause if failure is not None else "error"
     if failure is not None and failure.kind == _DEVICE_ERROR:  # a device that was usable before
         cause = "device_lost"
+    if cause == "out_of_memory":
+        message = f"{message}; {_LESS_MEMORY}"
     dead = EngineDead(message, cause)
     dead.__cause__ = error
     return dead

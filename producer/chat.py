@@ -11,6 +11,8 @@ MAX_TOOLS = 1024
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Variables of every chat template that have a field of their own."""
+_MEDIA = frozenset({"images", "image", "image_url", "audio"})
+"""What a message of other APIs may have beside its content. A template would drop it silently."""
 
 
 def messages(value: Any) -> str | None:
@@ -33,6 +35,10 @@ def _message(message: Any) -> str | None:
             return f" {wrong}"
         if wrong := _tool_calls(message.get("tool_calls")):
             return f": tool_calls {wrong}"
+    if not _MEDIA.isdisjoint(message):
+        for name in sorted(_MEDIA & message.keys()):
+            if message[name]:  # OpenAI's client writes audio as null
+                return f": {name} is not supported, the model takes text; leave it out"
     content = message.get("content")
     if content is None:
         # That of an answer which ended while the model reasoned is null.

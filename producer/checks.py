@@ -208,8 +208,8 @@ def remedy(name: str, known: Iterable[str]) -> str:
 
     if name == "chat_template":
         return "the operator of the engine chooses the template; leave it out"
-    if name in _OPENAI_NAMES:
-        return f"use {_OPENAI_NAMES[name]}"
+    if name in _OTHER_NAMES:
+        return f"use {_OTHER_NAMES[name]}"
     known = tuple(known)
     field, hint = _JOB_QUEUE_NAMES.get(name, ("", ""))
     if field in known:
@@ -218,14 +218,22 @@ def remedy(name: str, known: Iterable[str]) -> str:
     return f"did you mean {similar[0]}?" if similar else "leave it out"
 
 
-_OPENAI_NAMES = {
+_OTHER_NAMES = {
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs, with their number",
     "custom_id": "id, or run-batch for a file in OpenAI's batch format",
     **dict.fromkeys(("response_format", "guided_decoding", "guided_json"), "structured_outputs"),
-    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "grammar"), "structured_outputs"),
+    **dict.fromkeys(("num_predict", "n_predict"), "max_tokens"),
+    "format": "structured_outputs, with json or json_object",
+    "num_return_sequences": "n",
+    "do_sample": "temperature=0 for greedy decoding",
+    "options": "its fields as fields of the request",
+    "system": "a message with the role system",
+    "num_ctx": "the engine's option max_model_len",
 }
-"""Names of OpenAI's API, which only `run-batch` takes, or of older versions of vLLM, and ours."""
+"""Names of OpenAI's API, which only `run-batch` takes, of older versions of vLLM, and of Ollama, llama.cpp and transformers,
+and ours."""
 _JOB_QUEUE_NAMES = {
     "eta": ("run_at", "in seconds since the epoch"),
     "countdown": ("delay_s", "in seconds"),

@@ -16,7 +16,7 @@ from millrace.producer.checks import remedy
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import CHAT_FIELDS, GenerationRequest
 from millrace.producer.sampling import SamplingParams
-from millrace.producer.wire import check_names
+from millrace.producer.wire import check_names, decoding_reason
 from millrace.results.errors import one_line, shown
 from millrace.results.job import CompletionOutput, Job
 from millrace.results.logprobs import Logprob, TokenLogprobs
@@ -88,7 +88,7 @@ def parse_line(raw: bytes, defaults: Mapping[str, Any] | None = None) -> tuple[A
         message, _, path = str(error).partition(" - at `$")
         raise InvalidRequest(path.strip("`.").partition(".")[0] or "line", f"is not valid: {message}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest("line", f"is not valid JSON in UTF-8: {error}") from error
+        raise InvalidRequest("line", f"is not valid JSON in UTF-8: {decoding_reason(raw, error)}") from error
     check_names(raw)
     if line.method != "POST":
         raise InvalidRequest("method", f"must be POST, got {shown(line.method)}")

@@ -86,7 +86,9 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
     allowed_token_ids: Annotated[list[int] | None, optional(_few_ids)] = None
     """Only these tokens are generated."""
     bad_words: Annotated[list[str] | None, optional(_bad_words)] = None
-    """Words that are not generated: the last token of a word is excluded after the other tokens of the word."""
+    """Words that are not generated: the last token of a word is excluded after the other tokens of the word; with tokenizers
+    that put a space in front of a text, as SentencePiece does, only at the beginning of a text and behind a space. For
+    languages without spaces use `logit_bias`."""
     thinking_token_budget: Annotated[int | None, optional(integer(-1, MAX_COUNT))] = None
     """Maximum number of tokens between the model's thinking markers, such as <think> and </think>. None or -1: no limit."""
 

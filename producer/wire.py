@@ -173,7 +173,7 @@ def parse_body(raw: bytes) -> GenerationRequest:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if not_finite := _NOT_FINITE.search(raw):
             raise InvalidRequest(not_finite[1].decode(), "must be a finite number; NaN is not JSON") from error
-        raise InvalidRequest("body", f"is not valid JSON in UTF-8: {_reason(raw, error)}") from error
+        raise InvalidRequest("body", f"is not valid JSON in UTF-8: {decoding_reason(raw, error)}") from error
     # Unlike `SamplingParams(...)`, this does not look for unknown names.
     sampling = msgspec.StructMeta.__call__(SamplingParams, **{name: getattr(flat, name) for name in _SAMPLING_NAMES})
     _check_depth(raw)
@@ -181,7 +181,7 @@ def parse_body(raw: bytes) -> GenerationRequest:
     return GenerationRequest(sampling=sampling, **{name: getattr(flat, name) for name in _REQUEST_NAMES})
 
 
-def _reason(raw: bytes, error: Exception) -> str:
+def decoding_reason(raw: bytes, error: Exception) -> str:
     """Return the decoder's message. For half a surrogate pair it would say that the text is cut off."""
     with contextlib.suppress(ValueError, RecursionError):
         if _SURROGATE.search(raw) and not isinstance(error, UnicodeDecodeError) and json.loads(raw):

@@ -97,6 +97,14 @@ class _Pool(redis.ConnectionPool):
     """Closes a connection that the exception of a signal handler, such as Ctrl-C, has left between a command and its reply:
     the next caller would take that for its own. redis-py does so only while it reads or writes."""
 
+    has_connected = False
+    """Otherwise no command can have reached the server."""
+
+    def get_connection(self, *arguments: Any, **options: Any) -> redis.Connection:
+        connection: redis.Connection = super().get_connection(*arguments, **options)
+        self.has_connected = True
+        return connection
+
     def release(self, connection: Any) -> None:
         error = sys.exception()
         # Where the exception is that of a caller who handles it, its traceback begins outside redis-py.
@@ -236,14 +244,17 @@ _ASYNC_OPTIONS = {**_OPTIONS, "health_check_interval": 0}
 
 
 def server_name(client: redis.Redis | redis.asyncio.Redis) -> str:
-    """Return where a client connects to, as a URL without the password."""
+    """Return where a client connects to, as a URL without the password. A user without one is left out too: it may be a
+    password whose colon was forgotten."""
     if isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster):
         first = next(iter(client.nodes_manager.startup_nodes.values()))
         return f"redis+cluster://{first.host}:{first.port}"
     options = client.connection_pool.connection_kwargs
     login = ""
-    if options.get("username") or options.get("password"):
+    if options.get("password"):
         login = f"{options.get('username') or ''}:***@"
+    elif options.get("username"):
+        login = "***@"
     if path := options.get("path"):
         return f"unix://{login}{path}"
     scheme = "rediss" if issubclass(client.connection_pool.connection_class, _TLS_CONNECTIONS) else "redis"

@@ -39,6 +39,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     """Inbox entries that could not become a job; `list_rejected` returns the last ones."""
     inbox: int = 0
     """Inbox entries that no engine has accepted or rejected yet. They are no jobs before that."""
+    models: dict[str, str] = {}
+    """By engine id: the name of the model that it serves. Jobs that name no model go to any engine."""
 
     @property
     def obstacle(self) -> Obstacle | None:

@@ -65,13 +65,13 @@ class QueueError(MillraceError):
 
 
 class JobNotFound(QueueError):
-    """Raised when no record has this id: the job was never submitted, or deleted, its result has expired, or no engine has
-    accepted it from the inbox yet."""
+    """Raised when no record has this id: the job was never submitted, or deleted, its result has expired, no engine has
+    accepted it from the inbox yet, or the Redis has lost its data."""
 
     def __init__(self, job_id: str, queue: str) -> None:
         super().__init__(
             f"no job {job_id!r} in queue {queue!r}: never submitted, or deleted, or its result has expired, "
-            "or no engine has accepted it from the inbox yet"
+            "or no engine has accepted it from the inbox yet, or the Redis has lost its data"
         )
         self.job_id = job_id
 

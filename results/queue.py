@@ -128,13 +128,13 @@ class JobQueue:
         return [outcomes[i] for i in range(len(writes))]
 
     def heartbeat(
-        self, engine_id: EngineId, ttl_ms: int, held: Mapping[JobId, Lease], sleep_level: int = 0
+        self, engine_id: EngineId, ttl_ms: int, held: Mapping[JobId, Lease], sleep_level: int = 0, model: str = ""
     ) -> Reconciliation:
         """Renew the engine's heartbeat for `ttl_ms`, and name the jobs that it holds: all that it runs, and all with pending
         writes. A job that is missing from two heartbeats in a row goes back to the queue. `sleep_level` is 0 when the engine
-        is awake."""
+        is awake. `model` is the name of its model."""
         pairs: Iterator[Argument] = chain.from_iterable(held.items())
-        return engine_replies.reconciliation(self._run("heartbeat", engine_id, ttl_ms, sleep_level, *pairs))
+        return engine_replies.reconciliation(self._run("heartbeat", engine_id, ttl_ms, sleep_level, model, *pairs))
 
     def deregister(self, engine_id: EngineId) -> int:
         """Remove the engine, and return its remaining jobs to the queue. Returns their number."""

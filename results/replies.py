@@ -85,8 +85,9 @@ _CREATED = Outcome("created")
 
 def queue_stats(reply: list[Any]) -> QueueStats:
     named = dict(zip(QueueStats.__struct_fields__, reply, strict=True))  # in the order of the script's reply
-    pairs = named["sleep_levels"]
-    named["sleep_levels"] = dict(zip(decode_list(pairs[::2]), pairs[1::2], strict=True))
+    levels, models = named["sleep_levels"], decode_list(named["models"])
+    named["sleep_levels"] = dict(zip(decode_list(levels[::2]), levels[1::2], strict=True))
+    named["models"] = dict(zip(models[::2], models[1::2], strict=True))
     return msgspec.convert(named, QueueStats, strict=False)
 
 

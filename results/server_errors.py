@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from typing import TypeAlias
@@ -42,8 +43,9 @@ def _with_remedy(error: Exception, server: str) -> RedisUnavailable | None:
         limit = "" if "connecting to" in text else ", and maxclients of the server"
         if limit and server.startswith("redis://"):
             limit = f", whether the port expects TLS (rediss://){limit}"
+        remedy = "Start a Redis there, or check" if _NOT_THERE.match(text) else "Check"
         return RedisUnavailable(
-            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL{limit}."
+            f"Cannot connect to Redis at {server}: {_reason(text)}. {remedy} --redis or MILLRACE_REDIS_URL{limit}."
         )
     for part, sentence in _BY_TEXT.items():
         if part in text:
@@ -110,15 +112,22 @@ _OF_REPLICA = (
 
 def _reason(text: str) -> str:
     """Return why a connection failed, from redis-py's message: it repeats the address, and differs under asyncio."""
-    errno = re.match(r"Error (\d+) connecting to ", text)
-    return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".").rpartition(". ")[2]
+    number = re.match(r"Error (\d+) connecting to ", text)
+    return os.strerror(int(number[1])).lower() if number else text.rstrip(".").rpartition(". ")[2]
 
+
+_NOT_THERE = re.compile(rf"Error ({errno.ECONNREFUSED}|{errno.ENOENT}) connecting to ")
+"""No server listens at the port, or at the path of a socket."""
 
 _OF_FULL_POOL = ("Too many connections", "No connection available.")
 
 _POOL_REMEDY = (
     ", and each waiting reader takes one: raise max_connections, "
     "or make the client with a BlockingConnectionPool, whose timeout is long enough"
+)
+
+_LOGIN_REFUSED = (
+    "refuses the login: check user and password in the URL; a password alone is written redis://:PASSWORD@host"
 )
 
 _NOT_PERMITTED = "does not permit this to the URL's user: extend the user's ACL"
@@ -157,7 +166,7 @@ _OUT_OF_MEMORY = "is out of memory: raise maxmemory, or delete jobs that have en
 _Errors: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 
 _SENTENCES: tuple[tuple[_Errors, str], ...] = (
-    (redis.AuthenticationError, "refuses the login: check user and password in the URL"),
+    (redis.AuthenticationError, _LOGIN_REFUSED),
     (redis.exceptions.NoPermissionError, _NOT_PERMITTED),
     (redis.BusyLoadingError, "is still loading its data: try again in a moment"),
     (redis.ReadOnlyError, _READ_ONLY),

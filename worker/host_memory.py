@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 from pathlib import Path
 
 import torch
+
+from millrace.worker.cgroup import memory_limits, read_lines
 
 KEPT_BYTES = 256 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -14,45 +17,33 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 """glibc's maximum. Larger tensors are always mapped."""
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 """As in Linux's mman.h."""
 
-_CGROUP = Path("/sys/fs/cgroup")
-"""The container's own cgroup, version 2."""
-
 
 def free_host_bytes() -> int:
-    """Return the memory that this process can still take: that of the machine, or of the container when that is
-    less."""
-    free = [torch.iinfo(torch.int64).max]
-    for line in _lines(Path("/proc/meminfo")):
+    """Return the memory that this process can still take: that of the machine, or less with a limit."""
+    free = [torch.iinfo(torch.int64).max, *(free for _, free in memory_limits())]
+    for line in read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free.append(int(line.split()[1]) * 1024)
-    files = (_lines(_CGROUP / "memory.max"), _lines(_CGROUP / "memory.current"))
-    for limit, used in zip(*files, strict=False):
-        if limit.isdecimal():
-            free.append(max(int(limit) - int(used) + _page_cache_bytes(), 0))
+    for limit in _address_space():
+        free.extend(max(limit - int(line.split()[0]) * _PAGE_BYTES, 0) for line in read_lines(Path("/proc/self/statm")))
     return min(free)
 
 
 def total_host_bytes() -> int:
-    """Return the memory of the machine, or of the container when that is less."""
-    limits = [int(line) for line in _lines(_CGROUP / "memory.max") if line.isdecimal()]
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
+    """Return the memory of the machine, or the smallest limit when that is less."""
+    limits = [*(limit for limit, _ in memory_limits()), *_address_space()]
+    return min([os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES, *limits])
 
 
-def _page_cache_bytes() -> int:
-    """Return the bytes of files, such as the weights', that the container's usage includes and the kernel can
-    reclaim."""
-    return sum(int(line.split()[1]) for line in _lines(_CGROUP / "memory.stat") if line.startswith("inactive_file "))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+def _address_space() -> list[int]:
+    """Return the limit of the address space (`ulimit -v`) in bytes, if there is one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return [] if limit == resource.RLIM_INFINITY else [limit]
 
 
 def keep_freed_memory() -> None:

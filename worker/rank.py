@@ -14,6 +14,7 @@ from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from millrace.worker.attention.select import choose_attention
+from millrace.worker.cpu_threads import limit_threads
 from millrace.worker.device import choose_device, device_utilization
 from millrace.worker.errors import ConfigError, PlanError
 from millrace.worker.host_memory import keep_freed_memory, total_host_bytes
@@ -69,6 +70,7 @@ class Rank:
         self._device = choose_device(self._config.device, self._rank)
         if self._device.type == "cpu":
             keep_freed_memory()
+            limit_threads()
         batch_invariant = self._config.batch_invariant
         attention = choose_attention(
             *(self._config.attention, self._device, self._config.kv_cache_dtype), batch_invariant=batch_invariant

@@ -81,3 +81,10 @@ def output_format(template: ChatTemplate, tool_calls: str = "auto", reasoning: s
         reasoning = next((name for name, (_, end) in THINKING_MARKS.items() if end in source), "none")
     calls, thinking = (None if name == "none" else name for name in (tool_calls, reasoning))
     return OutputFormat(calls, thinking, has_args_mark=MISTRAL_ARGS in source)
+
+
+def describe(form: OutputFormat, template: ChatTemplate) -> str:
+    """Return how chats are served, for the log."""
+    if not template.sources:
+        return "no chat template: chats are refused"
+    return f"chats: tool calls are read as {form.tool_calls or 'none'}, reasoning as {form.reasoning or 'none'}"

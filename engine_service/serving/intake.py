@@ -208,8 +208,9 @@ class Intake:
     def _build(self, claimed: ClaimedJob, admission: Admission) -> ServedJob:
         request = parse_body(claimed.body)
         if request.model is not None and request.model not in self._model_names:
-            names = f"{shown(self._model_names[0])}, not {shown(request.model)}"
-            raise InvalidRequest("model", f"this queue serves {names}; use the queue of that model")
+            name = shown(self._model_names[0])
+            remedy = f"set model to {name} or leave it out, or use the queue of the other model"
+            raise InvalidRequest("model", f"this queue serves {name}, not {shown(request.model)}; {remedy}")
         n, num_candidates = request.sampling.n, len(claimed.checkpoints)
         if n != num_candidates:
             rule = "submit it with the same n in the request and in the options"

@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from millrace.results.counts import QueueStats
@@ -44,19 +44,23 @@ class Leases:
         pending: Callable[[], dict[JobId, Lease]],
         on_news: Callable[[Reconciliation], None],
         sleep_level: Callable[[], int],
+        model: str = "",
         outage: Outage | None = None,
     ) -> None:
         """`pending` returns the leases whose last writes are not in Redis yet. `on_news` is called with what each heartbeat
-        returns. `sleep_level` returns the level that heartbeats report."""
+        returns. `sleep_level` returns the level that heartbeats report, and `model` is the name that they report."""
         self.engine_id = engine_id
         self._queue = queue
         self._ttl_ms = int(ttl_s * 1000)
         self._pending = pending
         self._on_news = on_news
         self._sleep_level = sleep_level
+        self._model = model
         self._outage = outage or Outage()
         self.queue_stats: QueueStats | None = None
         """As of the last heartbeat."""
+        self._other_models: Collection[str] = ()
+        """Those that other engines of the queue serve, as of the last heartbeat."""
         self._held: dict[JobId, Lease] = {}
         self._table = threading.Lock()
         """Guards `_held`."""
@@ -177,7 +181,8 @@ class Leases:
                 if time.monotonic() >= self._recover_from_s:
                     self._recover()
                 with self._calls:
-                    self.queue_stats = self._queue.stats()
+                    self.queue_stats = stats = self._queue.stats()
+                self._warn_of_other_models(stats.models)
                 self._outage.note_success()
                 self._check_server()
             except QueueError as error:
@@ -189,6 +194,14 @@ class Leases:
         """Return when the next heartbeat is due. It is early if the heartbeat of another engine may expire before, so that
         the jobs of a dead engine are recovered within the limit, and if the next delay or deadline is over before."""
         return time.monotonic() + min(self._ttl_ms / 4, news.next_beat_ms + 1) / 1000
+
+    def _warn_of_other_models(self, models: Mapping[str, str]) -> None:
+        """Log each model that another engine of the queue begins to serve. `models`: by engine."""
+        others = {model: engine for engine, model in models.items() if model and model != self._model}
+        for model in others.keys() - self._other_models:
+            rule = "a job that names no model goes to either, so give each model a queue of its own"
+            logger.warning("engine %s of this queue serves %s and not %s: %s", others[model], model, self._model, rule)
+        self._other_models = others.keys()
 
     def _check_server(self) -> None:
         """Log after an outage what is wrong with the server: it may be another one, or have other settings."""
@@ -226,7 +239,7 @@ class Leases:
         with self._table:
             held = dict(self._held)  # before `pending`: a job leaves the table only after its last write is pending
         held = {**self._pending(), **held}
-        news = self._queue.heartbeat(self.engine_id, self._ttl_ms, held, self._sleep_level())
+        news = self._queue.heartbeat(self.engine_id, self._ttl_ms, held, self._sleep_level(), self._model)
         self._record_beat(time.monotonic())
         return news
 

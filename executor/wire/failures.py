@@ -29,6 +29,7 @@ _EXIT_MEANINGS = {
 _OUT_OF_MEMORY_KINDS = frozenset({"OutOfMemoryError", "MemoryError"})
 _OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator",
+    "Cannot allocate memory",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -119,6 +120,8 @@ def exit_status(failure: Failure) -> int:
 
 def describe_exit(status: int) -> str:
     """Describe the end of a process. `status` is negative for a signal, as in `subprocess`."""
+    if status == -signal.SIGKILL:
+        return "killed by SIGKILL (by the kernel if memory ran out: see dmesg)"
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     meaning = _EXIT_MEANINGS.get(status)

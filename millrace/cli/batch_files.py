@@ -94,12 +94,15 @@ def read_input(path: Path) -> Input:
     digest, last_number = hashlib.sha256(), 0
     hashes = array("q")  # of 64 bits: the text of millions of lines needs much memory, and so do their ids
     number_by_id: dict[int, int] = {}
+    first_text = b""
     with _open_input(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
         file.seek(0)
         for line in _lines(file):
             number, text = line
+            if not hashes:
+                first_text = text or b""
             hashes.append(hash(line))
             last_number = number
             custom_id = custom_id_of(text)
@@ -112,10 +115,20 @@ def read_input(path: Path) -> Input:
                 )
     if not hashes:
         raise CommandError(f"{path}: the file has no lines", INVALID)
+    if not number_by_id and not _is_text(first_text):
+        remedy = "convert it first, such as with: iconv -f UTF-16 -t UTF-8 FILE > NEW"
+        raise CommandError(f"{path}: is no text in UTF-8; {remedy}", INVALID)
     if not number_by_id:
         example = '{"custom_id": "q1", "method": "POST", "url": "/v1/completions", "body": {...}}'
         raise CommandError(f"{path}: no line has a custom_id; a line has to be such as {example}", INVALID)
     return Input(path, digest.hexdigest(), last_number, hashes)
+
+
+def _is_text(line: bytes) -> bool:
+    """Return whether a line is UTF-8 without NUL."""
+    with contextlib.suppress(UnicodeDecodeError):
+        return "\0" not in line.decode()
+    return False
 
 
 @contextlib.contextmanager

@@ -76,7 +76,9 @@ def run_stats(args: argparse.Namespace) -> int:
         names = [name for name in counts.__struct_fields__ if type(getattr(counts, name)) is int]
         rows = [(name.replace("_", " "), str(getattr(counts, name))) for name in names]
         rows.append(("paused", "yes" if counts.is_paused else "no"))
-        rows += [(f"engine {engine_id}", _SLEEP_STATES[at]) for engine_id, at in sorted(counts.sleep_levels.items())]
+        for engine_id, level in sorted(counts.sleep_levels.items()):
+            model = counts.models.get(engine_id)
+            rows.append((f"engine {engine_id}", _SLEEP_STATES[level] + (f", serves {model}" if model else "")))
         print_table(("name", "value"), rows)
     if args.min_engines and counts.engines < args.min_engines:
         verb = "has" if counts.engines == 1 else "have"
@@ -109,11 +111,12 @@ def run_queues(args: argparse.Namespace) -> int:
         if args.json:
             print_json({"queue": name, **_with_obstacle(stats)})
         counts = [str(getattr(stats, field)) for field in _QUEUE_COUNTS]
-        rows.append((name, *counts, (stats.obstacle or "").replace("_", " ")))
+        models = ", ".join(sorted({model for model in stats.models.values() if model}))
+        rows.append((name, *counts, (stats.obstacle or "").replace("_", " "), models))
     if args.queue is not None and not rows:
         raise CommandError(f"queue {args.queue}: is not there; `millrace queues` lists those that are", NOT_FOUND)
     if not args.json:
-        print_table(("queue", *_QUEUE_COUNTS, "obstacle"), rows)
+        print_table(("queue", *_QUEUE_COUNTS, "obstacle", "models"), rows)
     return OK
 
 

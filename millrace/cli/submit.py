@@ -175,13 +175,17 @@ def _field(option: str) -> str:
 
 
 def _submit_prompt(args: argparse.Namespace) -> int:
+    from millrace.results.server_errors import is_refusal
+
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     with open_reconnecting_client(args) as client:
         known = client.look_up([args.id]) if args.id and not args.wait and not args.stream else {}
         options = {"messages": args.messages, "prompt_token_ids": args.prompt_token_ids, **given_options(args)}
         job_id = args.id or os.urandom(16).hex()
         what, way = f"job {job_id!r} may be in the queue", f"see: {command_line(args, 'get', job_id)}"
-        with resumable(lambda: (what, way), after_refusal=False):
+        with resumable(
+            lambda: (what, way), may_have_begun=lambda error: client.has_connected and not is_refusal(error)
+        ):
             client.submit(
                 prompt=prompt,
                 job_id=job_id,

@@ -115,7 +115,8 @@ class ResultPrinter:
             self._print(job)
 
     def _print(self, job: Job | JobNotFound) -> None:
-        self._num_ended += 1
+        # An unknown job of a batch has ended at some time; another one may never have been there.
+        self._num_ended += self._is_batch or not isinstance(job, Exception)
         if isinstance(job, Exception):
             self._num_lost += 1
             if not self._is_batch:

@@ -17,6 +17,7 @@ from millrace.cli.output import live_line, remark
 
 if TYPE_CHECKING:
     from millrace.producer import Client
+    from millrace.results.errors import QueueError
 
 _INTERVAL_S = 1.0
 _REPEAT_S = 30.0
@@ -95,12 +96,14 @@ class WaitReport:
 
 
 @contextlib.contextmanager
-def resumable(hint: Callable[[], tuple[str, str]], *, after_refusal: bool = True) -> Iterator[None]:
+def resumable(
+    hint: Callable[[], tuple[str, str]], *, may_have_begun: Callable[[QueueError], bool] = lambda _: True
+) -> Iterator[None]:
     """Report after Ctrl-C, a timeout, a server that cannot be used, or output that cannot be written, how to resume. `hint`
-    returns what continues, and the way to resume it. Without `after_refusal`, not where the server has refused the call."""
+    returns what continues, and the way to resume it. `may_have_begun`: whether there is something to resume after an error
+    of the server."""
     from millrace import MillraceError, RedisUnavailable, ServerUnsuitable, WaitTimeout
     from millrace.results.errors import InvalidRedisURL
-    from millrace.results.server_errors import is_refusal
 
     try:
         yield
@@ -113,9 +116,9 @@ def resumable(hint: Callable[[], tuple[str, str]], *, after_refusal: bool = True
     except InvalidRedisURL:  # no job is there
         raise
     except (RedisUnavailable, ServerUnsuitable) as error:
-        if not after_refusal and is_refusal(error):
+        if not may_have_begun(error):
             raise
-        raise CommandError(f"{error}; {'; '.join(hint())}", NO_REDIS) from error
+        raise CommandError(f"{str(error).removesuffix('.')}; {'; '.join(hint())}", NO_REDIS) from error
     except OSError as error:
         # An input that cannot be read has a name, and the reader of a closed pipe has enough.
         if error.filename or isinstance(error, (BrokenPipeError, MillraceError)):

@@ -3,8 +3,8 @@
 -- be missing because the reply to its claim is on its way.) Engines with a longer limit than a new engine get a `beat now`.
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline.
 -- KEYS  1 the queue's prefix
--- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 its sleep level: "0" (awake), "1" or "2", then for each
---       job that it holds 2 values: id, lease
+-- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 its sleep level: "0" (awake), "1" or "2", 4 the name of
+--       its model, then for each job that it holds 2 values: id, lease
 -- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then the
 --       requested sleep level, 0 to 2, then the milliseconds until the next heartbeat of this engine should come: when that of
 --       any engine expires, or when the next job is due; then the number of the last requested reset of the prefix cache, 0
@@ -24,7 +24,7 @@ redis.call('ZADD', prefix .. 'engines', now, engine)
 expire_due()
 
 local held, lost, cancelled, watched, expired = {}, {}, {}, {}, {}
-for i = 4, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
   local id, lease = ARGV[i], ARGV[i + 1]
   held[id] = true
   local state = lease_state(id, lease)
@@ -51,7 +51,7 @@ for _, id in ipairs(redis.call('SMEMBERS', prefix .. 'leases:' .. engine)) do
     end
   end
 end
-redis.call('HSET', heartbeat, 'missed', table.concat(missed), 'asleep', ARGV[3])
+redis.call('HSET', heartbeat, 'missed', table.concat(missed), 'asleep', ARGV[3], 'model', ARGV[4])
 
 local next_beat_ms, num_alive = tonumber(ARGV[2]), 0
 for _, other in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do

@@ -125,7 +125,8 @@ def test_a_killed_worker_is_counted(start_engine: StartEngine, client: Client) -
     before = figures(engine)
     assert (before["millrace_worker_restarts_total"], before["millrace_worker_recovery_seconds"]) == (0, 0)
     os.kill(engine.worker_pids()[0], signal.SIGKILL)
-    reason = "the workers are being restarted: rank 0 is gone: killed by SIGKILL\n"
+    killed = "killed by SIGKILL (by the kernel if memory ran out: see dmesg)"
+    reason = f"the workers are being restarted: rank 0 is gone: {killed}\n"
     wait_until(lambda: fetch(engine, "/health") == (503, reason), what=reason)
     run_a_few(client)
     after = figures(engine)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from millrace.engine_service.errors import ConfigurationError
-from millrace.engine_service.model_files import check_parallel_sizes, eos_token_ids, fingerprint
+from millrace.engine_service.model_files import check_parallel_sizes, eos_token_ids, fingerprint, resolve_model
 from tests.e2e.models import make_servable
 
 
@@ -40,6 +40,46 @@ def test_a_configuration_of_endless_depth_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigurationError, match=r"^model: .*config.json can't be read"):
         check_parallel_sizes(tmp_path, 1, 1)
+
+
+# --- the model's directory ---
+
+
+def test_a_gguf_file_or_a_directory_or_repository_of_one_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model-q4_k_m.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    file = "gguf/model-q4_k_m.gguf"
+    for model in (file, f"{tmp_path}/{file}", f"{tmp_path}/gguf", "org/name-GGUF"):
+        with pytest.raises(ConfigurationError, match=r"^model: .* is in GGUF, .*; use .* safetensors, in 16 bits$"):
+            resolve_model(model)
+
+
+def test_another_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigurationError, match=r"^model: .* is a file; name the directory of a model$"):
+        resolve_model(f"{tmp_path}/model.safetensors")
+
+
+def test_a_model_for_embeddings_is_refused_and_a_reranker_that_generates_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in the files of sentence-transformers."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
+    modules = tmp_path / "modules.json"
+    modules.write_text('[{"type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"}]')
+    assert resolve_model(str(tmp_path)) == tmp_path
+    modules.write_text('[{"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]')
+    for model in (str(tmp_path), "org/name"):
+        with pytest.raises(
+            ConfigurationError, match=r"^model: .* is a model for embeddings \(it has modules\.json\); use"
+        ):
+            resolve_model(model)
 
 
 # --- the fingerprint ---

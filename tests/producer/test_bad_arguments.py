@@ -309,6 +309,27 @@ def test_a_name_of_another_job_queue_is_answered_with_ours(name: str, todo: str)
         SamplingParams(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "todo"),
+    [
+        ("num_predict", "use max_tokens"),
+        ("n_predict", "use max_tokens"),
+        ("format", "use structured_outputs, with json or json_object"),
+        ("grammar", "use structured_outputs"),
+        ("num_return_sequences", "use n"),
+        ("do_sample", "use temperature=0 for greedy decoding"),
+        ("options", "use its fields as fields of the request"),
+        ("system", "use a message with the role system"),
+        ("num_ctx", "use the engine's option max_model_len"),
+    ],
+)
+def test_a_name_of_ollama_llamacpp_or_transformers_is_answered_with_ours(name: str, todo: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{name}: is not an argument of submit; {todo}$"):
+        Client("redis://127.0.0.1:1").submit("x", **cast(SubmitOptions, {name: 1}))
+    with pytest.raises(InvalidRequest, match=rf"^{name}: is not a field of a request; {todo}$"):
+        parse_body(b'{"prompt":"x","%s":1}' % name.encode())
+
+
 def test_dates_and_durations_of_python_are_answered_with_their_seconds() -> None:
     for name in ("deadline_s", "delay_s"):
         wrong: dict[str, Any] = {name: timedelta(seconds=5)}

@@ -30,6 +30,8 @@ def assistant(**fields: Any) -> dict[str, Any]:
         assistant(content=None),
         assistant(tool_calls=[{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "f"}}]),
         assistant(content="a", tool_calls=None, reasoning_content="b"),
+        assistant(content="a", audio=None, refusal=None),
+        {"role": "user", "content": "a", "images": [], "date": "today"},
         {"role": "tool", "content": "1", "tool_call_id": "a", "name": "f"},
     ],
 )
@@ -61,6 +63,11 @@ def test_messages_in_openais_forms_are_taken(message: dict[str, Any]) -> None:
             r"item 1: tool_calls item 0: arguments must be an object, as JSON, got \[1\]",
         ),
         ({"role": "", "content": "a"}, "item 1: role must be a string"),
+        *[
+            ({"role": "user", "content": "a", name: value}, f"item 1: {name} is not supported, the model takes text")
+            for name, value in [("images", ["iVBORw0KGgo="]), ("image", "a.png"), ("image_url", {"url": "data:"})]
+        ],
+        (assistant(content="a", audio={"id": "b"}), "item 1: audio is not supported, the model takes text"),
     ],
 )
 def test_a_wrong_message_is_refused_with_its_number(message: dict[str, Any], words: str) -> None:

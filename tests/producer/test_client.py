@@ -153,7 +153,8 @@ def test_bad_queues_and_servers_that_are_away_are_told_clearly() -> None:
         Client("localhost")
     with pytest.raises(
         RedisUnavailable,
-        match=r"^Cannot connect to Redis at redis://127\.0\.0\.1:1/0: connection refused\. Check --redis or",
+        match=r"^Cannot connect to Redis at redis://127\.0\.0\.1:1/0: connection refused\. "
+        "Start a Redis there, or check --redis or",
     ):
         Client("redis://127.0.0.1:1").submit("x")
 

@@ -184,6 +184,11 @@ def test_a_broken_line_is_refused(raw: bytes, field: str) -> None:
     assert len(str(refused.value)) < 500
 
 
+def test_half_a_surrogate_pair_is_called_what_it_is_in_a_line_too() -> None:
+    with pytest.raises(InvalidRequest, match=r"^line: .*a string has half of a surrogate pair, such as "):
+        parse_line(line(COMPLETIONS, {"prompt": "HALF"}).replace(b"HALF", b"\\ud800"))
+
+
 # --- answers ---
 
 

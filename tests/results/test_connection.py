@@ -124,6 +124,7 @@ def test_a_password_that_breaks_the_url_is_not_in_the_error(password: str) -> No
         ("redis://:pw@host:1234/5", "redis://:***@host:1234/5"),
         ("redis://host", "redis://host:6379/0"),
         ("rediss://user:pw@host", "rediss://user:***@host:6379/0"),
+        ("redis://pw@host", "redis://***@host:6379/0"),
         ("unix:///tmp/x.sock?db=2&password=pw", "unix://:***@/tmp/x.sock"),
     ],
 )
@@ -139,7 +140,7 @@ def test_users_of_an_acl_can_log_in_and_others_are_told_why_not() -> None:
         socket = server.url.split("?")[0].removeprefix("unix://")
         app = FullQueue(connect(f"unix://app@{socket}?password=pw"))
         assert app.stats().queued == 0
-        with pytest.raises(RedisUnavailable, match="login"):
+        with pytest.raises(RedisUnavailable, match=r"login: .* a password alone is written redis://:PASSWORD@host"):
             FullQueue(connect(f"unix://app@{socket}?password=wrong")).stats()
         with pytest.raises(RedisUnavailable, match=r"login|permit|NOAUTH"):
             FullQueue(connect(f"unix://{socket}")).stats()

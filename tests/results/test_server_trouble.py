@@ -125,7 +125,7 @@ def test_a_server_that_is_away_is_named_without_its_password() -> None:
     queue = FullQueue(connect("redis://user:secret@127.0.0.1:1/3"))
     with pytest.raises(
         RedisUnavailable,
-        match=r"^Cannot connect to Redis at redis://user:\*\*\*@127.0.0.1:1/3: connection refused. Check --redis or",
+        match=r"^Cannot connect to Redis at redis://user:\*\*\*@127.0.0.1:1/3: connection refused. Start a Redis there, or",
     ) as caught:
         queue.stats()
     assert "secret" not in str(caught.value)
@@ -220,10 +220,14 @@ async def test_a_server_that_takes_no_more_clients_says_so_to_asyncio_too() -> N
 
 @pytest.mark.parametrize(
     ("url", "reason"),
-    [("redis://127.0.0.1:1", "connection refused"), ("redis://nowhere.invalid", "Name or service not known")],
+    [
+        ("redis://127.0.0.1:1", r"connection refused\. Start a Redis there, or check"),
+        ("unix:///nowhere.sock", r"no such file or directory\. Start a Redis there, or check"),
+        ("redis://nowhere.invalid", r"Name or service not known\. Check"),
+    ],
 )
 async def test_a_server_that_is_not_there_is_named_with_the_reason_and_nothing_else(url: str, reason: str) -> None:
-    expected = rf"^Cannot connect to Redis at {url}[^ ]*: {reason}\. Check --redis or MILLRACE_REDIS_URL\.$"
+    expected = rf"^Cannot connect to Redis at {url}[^ ]*: {reason} --redis or MILLRACE_REDIS_URL\.$"
     await check_unavailable(url, expected, is_outage=True)
 
 

@@ -8,18 +8,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.worker.host_memory import advise_huge_pages, free_host_bytes, keep_freed_memory
+from millrace.worker.host_memory import advise_huge_pages, free_host_bytes, keep_freed_memory, total_host_bytes
+from tests.worker.test_cgroup import write_files
 
 
 def test_files_that_were_read_do_not_count_as_used_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.worker.host_memory._CGROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
+    monkeypatch.setattr("millrace.worker.cgroup.ROOT", tmp_path)
+    group = "sys/fs/cgroup"
+    write_files(tmp_path, {"proc/self/cgroup": "0::/", f"{group}/memory.max": "1000000"})
+    write_files(tmp_path, {f"{group}/memory.current": "900000"})
     assert free_host_bytes() == 100000
-    (tmp_path / "memory.stat").write_text("anon 200000\nfile 650000\ninactive_file 600000\nactive_file 50000\n")
+    stat = "anon 200000\nfile 650000\ninactive_file 600000\nactive_file 50000"
+    write_files(tmp_path, {f"{group}/memory.stat": stat})
     assert free_host_bytes() == 700000
-    (tmp_path / "memory.max").write_text("max\n")
+    write_files(tmp_path, {f"{group}/memory.max": "max"})
     assert free_host_bytes() > 1000000
+
+
+def test_a_limit_of_the_address_space_is_a_limit_of_memory() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
+    try:
+        free, total = free_host_bytes(), total_host_bytes()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert 0 < free <= 1 << 30
+    assert total <= used + (1 << 30)
 
 
 def test_what_a_step_has_freed_serves_the_next_one() -> None:

@@ -34,6 +34,7 @@ from millrace.worker.sampler import sample
 from tests.worker.driver import GREEDY, Driver, execute, start_worker
 from tests.worker.models import make_model
 from tests.worker.rows import sampling_rows
+from tests.worker.test_cgroup import write_files
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -312,8 +313,9 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers(model: Path) 
 def test_a_pool_larger_than_the_memory_of_the_container_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.worker.host_memory._CGROUP", tmp_path)
-    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
+    monkeypatch.setattr("millrace.worker.cgroup.ROOT", tmp_path)
+    write_files(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": str(1 << 30)})
+    write_files(tmp_path, {"sys/fs/cgroup/memory.current": "0"})
     with pytest.raises(ConfigError, match=r"is larger than the 1,073,741,824 bytes of memory of this cpu"):
         blocks_of(model, num_blocks=(1 << 30) // 12288 + 1)
 

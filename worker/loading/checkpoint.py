@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 from collections.abc import Callable
@@ -69,6 +70,8 @@ class WeightFile:
             with path.open("rb") as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise
             raise ModelError(f"{path} cannot be read ({error}): copy the model again") from error
         header_bytes = int.from_bytes(self._memory[:8], "little")
         self._header = json.loads(self._memory[8 : 8 + header_bytes])

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, unsupported
@@ -26,6 +26,14 @@ logger = logging.getLogger("millrace.worker")
 
 _DRAWS = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 """Methods of tensors and functions of torch.nn.init."""
+_OTHER_TASKS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForMaskedLM",
+)
+"""Ends of the names of architectures that generate no text, also of model types that have one that does."""
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -143,6 +151,11 @@ def _check_architecture(config: PretrainedConfig) -> None:
         raise ModelError(f"{name} takes more than text: use a text-only checkpoint of it")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{name} is not a causal language model: use a model that generates text")
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):
+        raise ModelError(f"{name} is an encoder: use a model that generates text")
+    architectures = config.architectures or ()
+    if architectures and all(str(each).endswith(_OTHER_TASKS) for each in architectures):
+        raise ModelError(f"{architectures[0]} is not a causal language model: use a model that generates text")
     unknown = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYER_TYPES
     if unknown:
         raise unsupported(f"{name} has layers of kind {', '.join(sorted(unknown))}")

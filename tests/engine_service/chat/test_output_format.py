@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from millrace.engine_service.chat.output_format import (
     THINKING_MARKS,
     OutputFormat,
+    describe,
     output_format,
 )
 from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
@@ -65,6 +66,12 @@ def test_a_family_is_recognized_by_the_marks_in_its_template() -> None:
     assert output_format(ChatTemplate({"default": "{{ messages }}"})) == OutputFormat(None, None)
     assert output_format(ChatTemplate({}), "hermes", "deepseek_r1") == OutputFormat("hermes", "deepseek_r1")
     assert output_format(template_of("hermes"), "none", "none") == OutputFormat(None, None)
+
+
+def test_the_log_says_how_chats_are_read_or_that_they_are_refused() -> None:
+    form = OutputFormat("hermes", None)
+    assert describe(form, template_of("hermes")) == "chats: tool calls are read as hermes, reasoning as none"
+    assert describe(OutputFormat(), ChatTemplate({})) == "no chat template: chats are refused"
 
 
 @settings(max_examples=150, deadline=None)

@@ -256,7 +256,9 @@ def test_the_name_of_another_model_is_shown_short_and_on_one_line(parts: Parts) 
     assert isinstance(refused := prepared.outcome, Refused)
     assert (refused.error.kind, refused.error.field) == ("model_mismatch", "model")
     assert refused.error.message.startswith("model: this queue serves 'stub', not 'large\\nxxx")
-    assert refused.error.message.endswith("xxx'; use the queue of that model")
+    assert refused.error.message.endswith(
+        "xxx'; set model to 'stub' or leave it out, or use the queue of the other model"
+    )
     assert len(refused.error.message) < 200
 
 

@@ -13,7 +13,7 @@ from millrace.embedded import EmbeddedServer
 from millrace.engine_service.serving.leases import Leases, new_engine_id
 from millrace.results.connection import connect
 from millrace.results.errors import RedisUnavailable
-from millrace.results.messages import Reconciliation
+from millrace.results.messages import EngineId, Reconciliation
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 from tests.processes import wait_until
@@ -47,6 +47,21 @@ def hear(news: News, kind: str) -> list[str]:
     while not (found := getattr(news.get(timeout=60), kind)):
         pass
     return list(found)
+
+
+def test_engines_of_other_models_on_the_queue_are_reported_once(
+    queue: JobQueue, news: News, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue.heartbeat(EngineId("other"), 60_000, {}, model="theirs")
+    queue.heartbeat(EngineId("same"), 60_000, {}, model="ours")
+    leases = Leases(queue, new_engine_id(), 0.4, pending=dict, on_news=news.put, sleep_level=lambda: 0, model="ours")
+    leases.start()
+    for _ in range(4):
+        news.get(timeout=60)
+    leases.stop()
+    (record,) = [each for each in caplog.records if "serves" in each.getMessage()]
+    assert record.getMessage().startswith("engine other of this queue serves theirs and not ours: a job that names no ")
+    assert record.levelname == "WARNING"
 
 
 def test_a_deadline_that_passes_is_told_by_the_heartbeat_alone(

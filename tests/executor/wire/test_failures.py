@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.executor.wire.failures import EXIT_CRASH, exit_status, is_interruption, is_retryable_exit, to_failure
+from millrace.executor.wire.failures import (
+    EXIT_CRASH,
+    EXIT_OUT_OF_MEMORY,
+    describe_exit,
+    exit_status,
+    is_interruption,
+    is_retryable_exit,
+    to_failure,
+)
 from tests.executor.fragile_worker import AcceleratorError
 
 
@@ -53,6 +63,31 @@ def test_memory_that_is_short_outside_of_torchs_allocator_is_no_lost_device() ->
 )
 def test_errors_of_a_device_are_told_from_our_own_by_their_text(message: str, cause: str) -> None:
     assert to_failure(RuntimeError(message)).cause == cause
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("unable to mmap 1073741912 bytes from file </m/model.safetensors>: Cannot allocate memory (12)"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        MemoryError(),
+    ],
+)
+def test_memory_of_the_host_that_is_short_is_out_of_memory(error: Exception) -> None:
+    assert to_failure(error).cause == "out_of_memory"
+
+
+def test_a_tensor_without_memory_on_the_host_is_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 62, dtype=torch.uint8)
+    failure = to_failure(caught.value)
+    assert (failure.cause, exit_status(failure)) == ("out_of_memory", EXIT_OUT_OF_MEMORY)
+
+
+def test_the_end_of_a_process_names_what_may_have_ended_it() -> None:
+    assert describe_exit(-signal.SIGKILL) == "killed by SIGKILL (by the kernel if memory ran out: see dmesg)"
+    assert describe_exit(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert describe_exit(EXIT_OUT_OF_MEMORY) == "exit status 8 (out of memory)"
 
 
 def test_torchs_own_accelerator_error_is_a_lost_device() -> None:

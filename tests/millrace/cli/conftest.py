@@ -44,7 +44,7 @@ class EngineByHand:
         return claim.jobs
 
     def beat(self, sleep_level: int) -> Reconciliation:
-        return self._queue.heartbeat(ENGINE, 60_000, {}, sleep_level)
+        return self._queue.heartbeat(ENGINE, 60_000, {}, sleep_level, "tiny")
 
     def hear(self) -> object:
         return self._queue.wait_for_signal(ENGINE, 1.0, include_wake=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
@@ -92,6 +93,16 @@ def test_a_file_is_submitted_once_although_the_reply_was_lost(
         assert_lost(process)
         assert assert_back(process, proxy).split() == [f"j{n}" for n in range(510)]
     assert client.stats().queued == 510
+
+
+def test_a_job_may_be_in_the_queue_although_no_answer_came(behind_proxy: Command, proxy: Proxy) -> None:
+    catch = proxy.catch("submit", "hold-reply")
+    with started(*behind_proxy.line("submit", "x")) as process:
+        catch.wait()
+        proxy.refuse()
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (4, "")
+    assert re.search(r"[^.]; job '\w+' may be in the queue; see: millrace get ", err), err
 
 
 @pytest.mark.parametrize(

@@ -321,13 +321,14 @@ def test_engines_are_told_to_sleep_and_to_wake(millrace: Command, engine: Engine
     assert millrace("sleep", "--level", "2", "--timeout", "0", "--json").out == '{"engine":"by-hand"}\n'
     assert engine.hear() == "beat"
     assert engine.beat(sleep_level=0).sleep_level == 2
-    assert "engine by-hand\tawake" in millrace("stats").out
+    assert "engine by-hand\tawake, serves tiny\n" in millrace("stats").out
+    assert "\ttiny\n" in millrace("queues").out
     late = millrace("sleep", "--level", "2", "--timeout", "0.1")
     assert (late.status, late.out) == (5, "")
     assert late.err.startswith("millrace: not asleep yet: by-hand")
     engine.beat(sleep_level=2)
     assert millrace("sleep", "--engine", "by-hand").out == "by-hand\n", "it sleeps deep enough"
-    assert "engine by-hand\tasleep, weights dropped" in millrace("stats").out
+    assert "engine by-hand\tasleep, weights dropped, serves tiny" in millrace("stats").out
     assert millrace("stats", "--json").json_lines()[0]["sleep_levels"] == {"by-hand": 2}
     assert millrace("wake", "--engine", "by-hand", "--timeout", "0").status == 0
     assert engine.beat(sleep_level=2).sleep_level == 0

@@ -444,6 +444,15 @@ def test_broken_lines_stand_in_the_output_and_the_others_run(
     assert [int(each["id"].rpartition("-")[2]) for each in files.answers() if not each["custom_id"]] == [4, 5, 7]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1"])
+def test_an_input_in_another_encoding_is_told_so(millrace: Command, files: Files, encoding: str) -> None:
+    text = json.dumps(call("é"), ensure_ascii=False) + "\n"
+    files.input.write_bytes(("\n" + text * 2).encode(encoding))
+    ran = millrace("run-batch", *files.arguments)
+    assert (ran.status, ran.out) == (INVALID, "")
+    assert "in.jsonl: is no text in UTF-8; convert it first, such as with: iconv" in ran.err
+
+
 def test_a_job_larger_than_the_queue_takes_is_refused_alone(
     millrace: Command, engine: EngineByHand, files: Files, redis_client: redis.Redis, queue_name: str
 ) -> None:

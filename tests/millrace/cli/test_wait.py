@@ -359,7 +359,7 @@ def test_an_output_that_a_limit_of_tokens_has_cut_is_reported_once_for_each_wait
 def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
     millrace("submit", "x")
     (row,) = [line for line in millrace("queues").out.splitlines() if line.startswith(queue_name + "\t")]
-    assert row == f"{queue_name}\t0\t0\t1\t0\t0\t0\t0\tno engine"
+    assert row == f"{queue_name}\t0\t0\t1\t0\t0\t0\t0\tno engine\t"
     listed = run_main("queues", "--redis", millrace.place[1], "--json").json_lines()
     (queue,) = [one for one in listed if one["queue"] == queue_name]
     assert (queue["queued"], queue["obstacle"]) == (1, "no_engine")
@@ -385,6 +385,9 @@ def test_without_a_terminal_a_wait_reports_its_progress_now_and_then(
     monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.0)
     lines = millrace("wait", "a", "b").err.splitlines()
     assert lines == ["millrace: 1 of 2 jobs ended", "millrace: 2 of 2 jobs ended"]
+    lines = millrace("wait", "a", "unknown", "b").err.splitlines()
+    assert [line.removeprefix("millrace: ") for line in lines if "ended" in line][-1] == "2 of 3 jobs ended"
+    assert any(line.endswith("or the Redis has lost its data") for line in lines)
 
 
 def test_the_time_left_comes_from_the_recent_past_and_from_enough_jobs(

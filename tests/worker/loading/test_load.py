@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,12 +22,13 @@ from transformers.utils import logging as transformers_logging
 
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
-from millrace.worker.errors import ConfigError, DeviceError, ModelError
+from millrace.worker.errors import ConfigError, DeviceError, ModelError, is_out_of_memory
 from millrace.worker.fusion.device import DeviceOperations
 from millrace.worker.fusion.operations import CompiledOperations
 from millrace.worker.kernels import rows_torch
 from millrace.worker.kernels.library import find_kernels, supported_instruction_sets
 from millrace.worker.loading import weights
+from millrace.worker.loading.checkpoint import WeightFile
 from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import VOCAB_SIZE, build_model, make_model
@@ -353,6 +355,29 @@ def test_truncated_weights_are_refused(llama: Path, size: int) -> None:
         load(llama)
 
 
+@pytest.mark.parametrize(
+    ("kind", "room"),
+    [(resource.RLIMIT_AS, 1 << 29), (resource.RLIMIT_AS, 3 << 29), (resource.RLIMIT_DATA, 3 << 29)],
+    ids=["safetensors", "torch", "python"],
+)
+def test_weights_that_there_is_no_memory_to_map_are_no_damaged_ones(kind: int, room: int, llama: Path) -> None:
+    """Each library that maps the file has an error of its own."""
+    size = 1 << 30
+    header = json.dumps({"a": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    with (llama / WEIGHTS).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    before, pages = resource.getrlimit(kind), Path("/proc/self/statm").read_text().split()
+    used = int(pages[0 if kind == resource.RLIMIT_AS else 5]) * resource.getpagesize()
+    resource.setrlimit(kind, (used + room, before[1]))
+    try:
+        with pytest.raises((MemoryError, RuntimeError, OSError)) as caught:
+            WeightFile(llama / WEIGHTS)
+    finally:
+        resource.setrlimit(kind, before)
+    assert is_out_of_memory(caught.value)
+
+
 def test_other_files_than_weights_are_named(llama: Path) -> None:
     content = (llama / WEIGHTS).read_bytes()
     (llama / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 1\n")
@@ -443,6 +468,12 @@ def test_code_beside_a_known_model_is_not_run(llama: Path) -> None:
     assert load(llama)[1].architecture == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize("names", [None, [], ["LlamaModel"], ["LlamaForSequenceClassification", "LlamaForCausalLM"]])
+def test_a_name_that_may_be_of_a_generator_is_no_reason_to_refuse(names: list[str] | None, llama: Path) -> None:
+    edit_config(llama, architectures=names)
+    assert load(llama)[1].architecture == "LlamaForCausalLM"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -459,6 +490,12 @@ def test_code_beside_a_known_model_is_not_run(llama: Path) -> None:
         ({"num_key_value_heads": 3}, "cannot be run with this config.json|do not fit|is stored as"),
         ({"model_type": "llama4_text", "intermediate_size_mlp": 128}, "layers of kind chunked_attention"),
         ({"model_type": "vit"}, "vit is not a causal language model"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "bert is an encoder: use a model that generates text"),
+        ({"model_type": "xlm-roberta"}, "xlm-roberta is an encoder: use a model that generates text"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification is not a causal language",
+        ),
         ({"model_type": "bloom"}, "does not use transformers' attention interface"),
         ({"model_type": "mamba"}, "not supported"),
     ],
