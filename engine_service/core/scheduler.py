@@ -52,6 +52,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_prompt_tokens: int
+    """Prompt tokens that were computed: no cached ones, and some of preempted sequences again."""
     pool: PoolStats
 
 
@@ -80,6 +82,7 @@ class Scheduler:
         self._in_flight: deque[PlannedStep] = deque()
         """The oldest step first."""
         self._last_step_id = 0
+        self._num_prompt_tokens = 0
         self._planner = StepPlanner(
             self._running, self._waiting, self._pace, self._is_in_flight, max_num_seqs=config.max_num_seqs
         )
@@ -168,6 +171,7 @@ class Scheduler:
         assert step.step_id == result.step_id, f"step {result.step_id} came before step {step.step_id}"
         self.token_budget.count_good_step()
         self._pace.measure(step.num_decodes, step.num_prompt_tokens, result.device_s)
+        self._num_prompt_tokens += step.num_prompt_tokens
         layout = self.pool.layout
         self.pool.host.recompute_s = self._pace.token_s * layout.block_size / layout.num_groups
         if result.logprobs or result.prompt_logprobs:
@@ -323,6 +327,7 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_preemptions=self._planner.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
             pool=self.pool.stats(),
         )
 

@@ -63,6 +63,7 @@ class StatusLog:
 
     @staticmethod
     def _counts(engine: EngineMetrics, jobs: JobMetrics) -> tuple[int, ...]:
-        """Return what is counted since the start of the engine: output and prompt tokens, finished and failed jobs."""
+        """Return what is counted since the start of the engine: output tokens, prompt tokens with each chunk of a prompt,
+        finished and failed jobs."""
         ended = jobs.num_by_outcome
-        return engine.executor.num_tokens, jobs.num_prompt_tokens, ended["finished"], ended["failed"]
+        return engine.executor.num_tokens, engine.scheduler.num_prompt_tokens, ended["finished"], ended["failed"]

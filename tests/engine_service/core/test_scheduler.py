@@ -192,6 +192,9 @@ def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
     bench = Bench(budget=8)
     sequence = make_sequence(1, prompt_len=20, max_tokens=3)
     bench.scheduler.add(sequence)
+    bench.send()
+    bench.collect()
+    assert bench.scheduler.stats().num_prompt_tokens == 8, "a long prompt shows that it goes on"
     bench.run()
     assert [(row.start, row.num_tokens) for rows in bench.rows for row in rows] == [
         (0, 8),
@@ -200,6 +203,7 @@ def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
         (20, 1),
         (21, 1),
     ]
+    assert bench.scheduler.stats().num_prompt_tokens == 20
     assert_undisturbed([sequence])
 
 

@@ -12,16 +12,20 @@ from millrace.engine_service.observe.status import StatusLog
 from millrace.engine_service.serving.job_table import JobMetrics
 
 IDLE = SimpleNamespace(
-    scheduler=SimpleNamespace(num_running=0, num_waiting=0), executor=SimpleNamespace(num_tokens=0), pool_use=0.0
+    scheduler=SimpleNamespace(num_running=0, num_waiting=0, num_prompt_tokens=0),
+    executor=SimpleNamespace(num_tokens=0),
+    pool_use=0.0,
 )
 BUSY = SimpleNamespace(
-    scheduler=SimpleNamespace(num_running=12, num_waiting=3), executor=SimpleNamespace(num_tokens=900), pool_use=0.345
+    scheduler=SimpleNamespace(num_running=12, num_waiting=3, num_prompt_tokens=50),
+    executor=SimpleNamespace(num_tokens=900),
+    pool_use=0.345,
 )
 
 
 def test_there_is_a_line_while_there_is_work_and_one_after_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    nothing, jobs = JobMetrics(), JobMetrics(num_prompt_tokens=50)
+    nothing, jobs = JobMetrics(), JobMetrics()
     jobs.num_by_outcome |= {"finished": 7, "failed": 1}
     engine: Any = iter([IDLE, IDLE, BUSY, BUSY, IDLE, IDLE])
     ended = iter([nothing, nothing, jobs, jobs, nothing, nothing])
