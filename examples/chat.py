@@ -1,13 +1,16 @@
 """A conversation with the model, shown as it comes: reasoning apart from answers, then the tokens and times of each answer.
 
     python examples/chat.py "What is 3 + 4?" "And 20 + 22?" --redis redis://localhost:6379/0
+    python examples/chat.py
 
+The second one reads your questions, one on each line, until Ctrl-D.
 --thinking-token-budget ends the reasoning of a model that marks it; see docs/chat.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +19,7 @@ from millrace import Client, Job, StreamEvent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("questions", nargs="+")
+    parser.add_argument("questions", nargs="*", help="default: the lines that you type")
     parser.add_argument("--system", default="Be brief.", help="what the model is told first")
     parser.add_argument("--thinking-token-budget", type=int, help="most tokens of reasoning for each answer")
     parser.add_argument("--redis", help="default: $MILLRACE_REDIS_URL")
@@ -24,7 +27,7 @@ def main() -> None:
     args = parser.parse_args()
     messages = [{"role": "system", "content": args.system}]
     with Client(args.redis, queue=args.queue) as client:
-        for question in args.questions:
+        for question in args.questions or typed():
             messages.append({"role": "user", "content": question})
             budget = args.thinking_token_budget
             options: dict[str, Any] = {"max_tokens": None, "temperature": 0, "thinking_token_budget": budget}
@@ -33,6 +36,16 @@ def main() -> None:
             job = client.get(job_id)
             show_numbers(job)
             messages.append({"role": "assistant", "content": job.content or ""})
+
+
+def typed() -> Iterator[str]:
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
 
 
 def show(events: Iterator[StreamEvent]) -> None:

@@ -258,7 +258,9 @@ def test_the_example_is_a_conversation_with_reasoning_tokens_and_times(
     assert re.fullmatch(r"  [0-9]+ prompt tokens \(0 cached\), [0-9]+ of the answer", tokens)
     assert re.fullmatch(r"  [0-9.]+ s in the queue, [0-9.]+ s to the first token, [0-9.]+ s in all", times)
     assert engine.startswith("  attempt 1 on engine ")
-    assert client.stats().finished == 2
+    ran = subprocess.run(example, input="Nine.\n\nTen.", capture_output=True, text=True, timeout=LIMIT_S)
+    assert [line for line in ran.stdout.splitlines() if not line.startswith(" ")] == ["Nine.", "Ten."], ran.stderr
+    assert client.stats().finished == 4
 
 
 def test_a_file_of_chats_is_answered_in_the_form_that_openais_own_types_read(
