@@ -38,6 +38,9 @@ from millrace.executor.wire.messages import (
 
 logger = logging.getLogger("millrace.executor")
 
+_LAST_REPLY_S = 0.1
+"""How long the reply of a rank that has ended may take to come out of ZeroMQ's thread."""
+
 
 class RemoteExecutor(Executor):
     """Owns the ranks and the channel of one start after the other. Implements `MessageLoop`. It has no thread: the caller
@@ -208,6 +211,9 @@ class RemoteExecutor(Executor):
         self._channel.wait(min(timeout_s, 1.0))
         self._receive()
         if self._channel.has_ended:
+            if self._calls:  # the reply that a rank sent before it ended may still be on its way in ZeroMQ's thread
+                self._channel.wait_for_message(_LAST_REPLY_S)
+                self._receive()
             self._find_dead_rank()
         else:
             self._find_stuck_rank()

@@ -150,6 +150,10 @@ class Channel:
                 self._handle_connection_event()
         self._report_closings()
 
+    def wait_for_message(self, timeout_s: float) -> None:
+        """Block until something can be received, or the timeout has passed."""
+        self._socket.poll(math.ceil(timeout_s * 1000))
+
     def receive(self) -> Iterable[tuple[int, FromWorker]]:
         """Yield all messages that have arrived, as (rank, message). Drops and counts what is not a message of ours."""
         while True:
