@@ -19,9 +19,12 @@ def instruction_sets() -> list[str]:
         return []
 
 
-@pytest.fixture(
-    params=[name for name in instruction_sets() if name != "amx"]
-)  # it has linear layers of its own, no more
+@pytest.fixture(params=[name for name in instruction_sets() if name != "amx"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    library = load_library(DIRECTORY)
-    return Kernels(library, request.param)
+    """Of AMX only what needs `all_kernels` is other code than of avx512bf16: linear layers, and attention that rounds."""
+    return Kernels(load_library(DIRECTORY), request.param)
+
+
+@pytest.fixture(params=instruction_sets())
+def all_kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(load_library(DIRECTORY), request.param)

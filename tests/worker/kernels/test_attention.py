@@ -139,18 +139,18 @@ ROUNDED = [
     ("window", "softcap"), [(None, None), (1, None), (7, None), (40, 2.0), (130, None), (None, 0.5)]
 )
 def test_chunks_with_rounded_queries_and_weights(
-    kernels: Kernels, shape: Shape, window: int | None, softcap: float | None
+    all_kernels: Kernels, shape: Shape, window: int | None, softcap: float | None
 ) -> None:
     rows = [*random_rows(shape.key_dim), (300, 300), (260, 130), (129, 9), (400, 33)]
-    check(kernels, rows, shape, window, softcap, rounds=True)
+    check(all_kernels, rows, shape, window, softcap, rounds=True)
 
 
-def test_rounding_is_for_bfloat16_alone_and_leaves_single_tokens_as_they_are(kernels: Kernels) -> None:
-    rounds = kernels.instruction_set == "amx"
+def test_rounding_is_for_bfloat16_alone_and_leaves_single_tokens_as_they_are(all_kernels: Kernels) -> None:
+    rounds = all_kernels.instruction_set == "amx"
     for shape, is_other in ((IN_BF16[0], rounds), (SHAPES[0], False), *((each, False) for each in IN_TWO_DTYPES)):
         for rows in ([(300, 300)], [(300, 1), (40, 1), (5, 1)]):
-            plain, _ = attend(CompiledAttention(kernels), rows, shape)
-            rounded, _ = attend(CompiledAttention(kernels, rounds=True), rows, shape)
+            plain, _ = attend(CompiledAttention(all_kernels), rows, shape)
+            rounded, _ = attend(CompiledAttention(all_kernels, rounds=True), rows, shape)
             assert torch.equal(plain, rounded) != (is_other and rows[0][1] > 1)
 
 
@@ -231,6 +231,16 @@ def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
     assert output.isnan().flatten(1).any(dim=1).tolist() == [False, True, False, False, False, False, False]
 
 
+def test_nan_stays_in_its_own_token_of_a_chunk_that_is_rounded(all_kernels: Kernels) -> None:
+    shape = ROUNDED[0]
+    batch = make_batch([(60, 40), (30, 30)], shape.block_size, NUM_BLOCKS, 1)
+    layer = make_layer(batch, shape, torch.Generator().manual_seed(1))
+    query, key, value = (torch.ones(heads, 70, 64, dtype=shape.dtype) for heads in (4, 2, 2))
+    query[:, 5] = float("nan")
+    output = CompiledAttention(all_kernels, rounds=True).forward(query, key, value, layer, 0.1, None, None, batch)
+    assert output.isnan().flatten(1).any(dim=1).nonzero().flatten().tolist() == [5]
+
+
 def test_a_row_does_not_depend_on_its_neighbours_or_the_threads(kernels: Kernels) -> None:
     rows = [(90, 1), (130, 70), (33, 1), (300, 1)]
     whole, _ = attend(CompiledAttention(kernels), rows, Shape())
@@ -275,9 +285,9 @@ def test_many_rows_that_share_blocks_have_the_same_bits_alone(
 
 
 @pytest.mark.parametrize("shape", [ROUNDED[0], ROUNDED[1], ROUNDED[3]])
-def test_rows_that_share_blocks_with_rounded_queries_and_weights(kernels: Kernels, shape: Shape) -> None:
-    check_sharing(kernels, shape, SHARED_LENGTHS, SHARED, rounds=True)
-    check_sharing(kernels, shape, [129 + 7 * row % 160 for row in range(41)], [(list(range(41)), 128)], rounds=True)
+def test_rows_that_share_blocks_with_rounded_queries_and_weights(all_kernels: Kernels, shape: Shape) -> None:
+    check_sharing(all_kernels, shape, SHARED_LENGTHS, SHARED, rounds=True)
+    check_sharing(all_kernels, shape, [129 + 7 * row % 160 for row in range(41)], [(list(range(41)), 128)], rounds=True)
 
 
 def test_many_rows_that_share_one_span_of_one_head(kernels: Kernels) -> None:

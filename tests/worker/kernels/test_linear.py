@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from millrace.worker.kernels import sampling
-from millrace.worker.kernels.library import Kernels, load_library
+from millrace.worker.kernels.library import Kernels
 from millrace.worker.linear.packed import CompiledLinear, RowMasks
-from tests.worker.kernels.conftest import DIRECTORY, instruction_sets
 from tests.worker.kernels.masks import masked, random_masks
 
 SHAPES = [(1, 1), (3, 2), (15, 5), (16, 8), (17, 47), (64, 48), (100, 49), (384, 12), (385, 96), (1024, 9), (48, 1000)]
@@ -18,9 +17,9 @@ SHAPES = [(1, 1), (3, 2), (15, 5), (16, 8), (17, 47), (64, 48), (100, 49), (384,
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 33, 300)
 
 
-@pytest.fixture(params=instruction_sets())
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(load_library(DIRECTORY), request.param)
+@pytest.fixture
+def kernels(all_kernels: Kernels) -> Kernels:
+    return all_kernels
 
 
 def make_linear(shape: tuple[int, int], dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Linear:
