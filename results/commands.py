@@ -155,7 +155,8 @@ def reject(keys: QueueKeys, entry_id: str, job_id: str | None, raw: bytes, error
     return script_command("reject", keys.prefix, entry_id, job_id or "", digest, shown, _encode_json(error))
 
 
-def write(keys: QueueKeys, item: Write) -> Command:
+def write(keys: QueueKeys, item: Write, now_s: float) -> Command:
+    """`now_s`: when the write is sent (`time.monotonic`)."""
     match item:
         case Append():
             outputs: list[Argument] = []
@@ -174,7 +175,7 @@ def write(keys: QueueKeys, item: Write) -> Command:
                 shown, details = _event_arguments(event)
                 events += (_suffix(event.index), *shown, *details)
             retryable = "1" if item.is_retryable else ""
-            age_ms = "" if item.first_token_age_ms is None else item.first_token_age_ms
+            age_ms = "" if item.first_token_s is None else int((now_s - item.first_token_s) * 1000)
             stops = _encode_json(item.stop_reasons) if item.stop_reasons else b""
             end = (item.state, reasons, *usage, error, retryable, age_ms, _json(item.prompt_logprobs), stops)
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)

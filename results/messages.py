@@ -216,8 +216,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """Of each candidate the stop string or the stop token at which it ended, if any has ended at one."""
     error: JobError | None = None
     is_retryable: bool = False
-    first_token_age_ms: int | None = None
-    """How long ago the first token came; None where this engine has not sampled it."""
+    first_token_s: float | None = None
+    """When the first token came (`time.monotonic`); None where this engine has not sampled it."""
     prompt_logprobs: LazyJson | None = None
     """The JSON list of the prompt's tokens, see `results.logprobs`, where they are wanted."""
 

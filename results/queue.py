@@ -3,6 +3,7 @@ use `producer.Client`."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -116,9 +117,10 @@ class JobQueue:
         "error: ..." when the write itself is at fault."""
         outcomes: dict[int, str] = {}
         to_send: dict[int, Command] = {}
+        now_s = time.monotonic()
         for i, item in enumerate(writes):
             try:
-                to_send[i] = commands.write(self.keys, item)
+                to_send[i] = commands.write(self.keys, item, now_s)
             except (TypeError, ValueError, OverflowError) as error:
                 outcomes[i] = f"error: {one_line(str(error))}"
         for indices in _rounds(writes, to_send):

@@ -73,7 +73,7 @@ class ServedJob:
         self.awaits_first_token = claimed.attempt <= 1 and not any(one.token_ids for one in checkpoints)
         """Whether no token of the job exists yet, also not of an earlier attempt."""
         self.first_token_s: float | None = None
-        """When its first token came, by the monotonic clock."""
+        """When it came (`time.monotonic`); None where an earlier attempt had it, or none has come."""
         first = generations[0].sequence
         self.is_first_followed = first.is_followed
         """Whether the first candidate reports each token also after the first token of the job."""
@@ -92,10 +92,6 @@ class ServedJob:
     def note_first_token(self) -> None:
         self.awaits_first_token, self.first_token_s = False, time.monotonic()
         self.generations[0].sequence.is_followed = self.is_first_followed or self.is_watched
-
-    def first_token_age_ms(self) -> int | None:
-        """Return how long ago the first token came; None where an earlier attempt had it, or none has come."""
-        return None if self.first_token_s is None else int((time.monotonic() - self.first_token_s) * 1000)
 
     def __repr__(self) -> str:
         return f"ServedJob({self.job_id}, lease {self.lease}, {self.generations})"

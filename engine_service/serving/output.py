@@ -154,7 +154,7 @@ class Output:
                 finish_reason=reason,
                 usage=usage,
                 events=[event for one in job.candidates if (event := self._last_event(one))],
-                first_token_age_ms=job.first_token_age_ms(),
+                first_token_s=job.first_token_s,
                 prompt_logprobs=_prompt_logprobs(job) if state != "failed" else None,
                 finish_reasons=reasons if len(reasons) > 1 else [],
                 stop_reasons=[] if all(each is None for each in stop_reasons) else stop_reasons,

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -339,7 +340,7 @@ def test_node_has_usage_times_and_log_probabilities(server: EmbeddedServer, shor
     token, prompt = [(300, -0.5, 1, "é0 "), (7, -1.5, 2, "x")], [None, [(4, -0.25, 1, "p")]]
     event = Event(offset=0, token_ids=[300], text="é0 ", logprobs=LazyJson(lambda: json.dumps([token]).encode(), 40))
     finish = finish_of(short.job, event, usage=Usage(prompt_tokens=9, completion_tokens=1, cached_tokens=4))
-    more = {"prompt_logprobs": LazyJson(lambda: json.dumps(prompt).encode(), 40), "first_token_age_ms": 0}
+    more = {"prompt_logprobs": LazyJson(lambda: json.dumps(prompt).encode(), 40), "first_token_s": time.monotonic()}
     assert short.queue.write([msgspec.structs.replace(finish, **more)]) == ["ok"]
     with Node(server.url, 'console.log(JSON.stringify(await read(millrace.stream("long")))); close();') as node:
         shown, end = node.read_json()

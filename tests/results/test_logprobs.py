@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,7 +134,9 @@ def test_those_of_the_prompt_and_the_time_of_the_first_token_are_in_the_terminal
     submit(queue, "b")
     finish = finish_of(job, Event(offset=0, token_ids=[1], text="x"), usage=Usage(prompt_tokens=3, completion_tokens=1))
     prompt = LazyJson(lambda: join_tokens([b"null", *lines(4, 5)]), 60)
-    assert queue.write([msgspec.structs.replace(finish, prompt_logprobs=prompt, first_token_age_ms=0)]) == ["ok"]
+    assert queue.write([msgspec.structs.replace(finish, prompt_logprobs=prompt, first_token_s=time.monotonic())]) == [
+        "ok"
+    ]
     done = queue.get("a")
     assert done.prompt_logprobs == [None, *read(4, 5)]
     assert done.outputs[0].logprobs is None and done.outputs[0].cumulative_logprob is None

@@ -6,11 +6,12 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
 from millrace.results.messages import Checkpoint, Event, JobError, Signal
-from tests.results.engines import Engine, submission, submit
+from tests.results.engines import Engine, finish_of, submission, submit
 from tests.results.full_queue import FullQueue
 
 LATER_MS = 3_600_000
@@ -270,3 +271,11 @@ def test_jobs_that_fail_together_come_back_apart(queue: FullQueue, engine: Engin
         fail_for_now(engine)
     due = [queue.get(f"j{i}").timings.due_ms or 0 for i in range(50)]
     assert max(due) - min(due) > 100
+
+
+def test_the_time_of_the_first_token_is_the_same_if_the_write_had_to_wait(queue: FullQueue, engine: Engine) -> None:
+    submit(queue, "a")
+    finish = msgspec.structs.replace(finish_of(engine.claim_one()), first_token_s=time.monotonic())
+    time.sleep(0.2)
+    assert queue.write([finish]) == ["ok"]
+    assert (queue.get("a").timings.decode_s or 0) >= 0.2

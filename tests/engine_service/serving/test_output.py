@@ -107,7 +107,7 @@ def test_the_write_builds_the_log_probabilities_of_a_prompt_once_and_the_loop_do
     (finish,) = written
     assert isinstance(finish, Finish)
     for _ in range(2):
-        assert b'[null,[[6,0.0,0,"t6"]],[[7,0.0,0,"t7"]]]' in commands.write(KEYS, finish)
+        assert b'[null,[[6,0.0,0,"t6"]],[[7,0.0,0,"t7"]]]' in commands.write(KEYS, finish, 0.0)
         assert (tokenizer.num_texts, pauses) == (2, [0])
 
 
@@ -127,7 +127,7 @@ def test_the_write_builds_the_log_probabilities_of_the_output_once_and_the_loop_
     job.generations[0]._final_text, job.generations[0].finish_reason = "", "length"
     output.finish(job)
     assert tokenizer.num_texts == 0
-    first, second, finish = (commands.write(KEYS, write) for write in written)
+    first, second, finish = (commands.write(KEYS, write, 0.0) for write in written)
     assert b'[[6,0.0,0,"t6"]]\n' in first
     assert b'[[7,0.0,0,"t7"]]\n' in second
     assert b'[[[6,0.0,0,"t6"]],[[7,0.0,0,"t7"]]]' in finish
