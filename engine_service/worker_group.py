@@ -29,7 +29,7 @@ TOO_LARGE = "too_large"
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before the attempts to start the workers with the same number of ranks."""
 MAX_FRUITLESS_RESTARTS = 10
-"""Restarts in a row without one new token. After that the machine is at fault, and the engine ends."""
+"""Restarts in a row without a computed step. At the next loss the machine is at fault, and the engine ends."""
 GROW_AFTER_S = 60.0
 """Time after which an engine with fewer ranks tries its full size. It doubles with each failed attempt."""
 MAX_GROW_AFTER_S = 3600.0
@@ -91,7 +91,7 @@ class WorkerGroup:
         logger.error("%s; restarting the workers", error)
         self._num_fruitless_restarts += 1
         if self._num_fruitless_restarts > MAX_FRUITLESS_RESTARTS:
-            raise _dead(f"{error}; the {self._num_fruitless_restarts}th loss in a row without a new token", error)
+            raise _dead(f"{error}; the {self._num_fruitless_restarts}th loss in a row without a computed step", error)
         self._last_loss = one_line(str(error))
         with self._restarting(self._last_loss):
             self._bring_up(self._executor.restart)

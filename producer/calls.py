@@ -182,11 +182,11 @@ def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
     jobs: dict[str, Job] = {}
     if state not in (arguments.ENDED, *TERMINAL_STATES):
         (listed,) = yield [commands.list_jobs(keys, state, limit)]
-        yield from _add_jobs(keys, jobs, replies.decode_list(listed), limit)
+        yield from add_jobs(keys, jobs, replies.decode_list(listed), limit)
         return list(jobs.values())
     if state in (arguments.ENDED, "failed"):  # `dead` reaches further back than `done`, but has no redriven jobs
         (dead,) = yield [commands.last_dead(keys, limit)]
-        yield from _add_jobs(keys, jobs, replies.decode_list(dead), limit)
+        yield from add_jobs(keys, jobs, replies.decode_list(dead), limit)
     num_read, end = 0, "+"
     while len(jobs) < limit and num_read < arguments.MAX_LISTED:
         (entries,) = yield [commands.last_entries(keys.done, READ_FIELDS, end)]
@@ -195,11 +195,11 @@ def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
         num_read, end = num_read + len(entries), "(" + entries[-1][0].decode()
         ends = [(replies.text(fields[b"id"]), replies.text(fields[b"state"])) for _, fields in entries]
         ids = [job_id for job_id, ended_as in ends if state in (arguments.ENDED, ended_as)]
-        yield from _add_jobs(keys, jobs, ids, limit)
+        yield from add_jobs(keys, jobs, ids, limit)
     return list(jobs.values())
 
 
-def _add_jobs(keys: QueueKeys, jobs: dict[str, Job], job_ids: Iterable[str], limit: int) -> Call[None]:
+def add_jobs(keys: QueueKeys, jobs: dict[str, Job], job_ids: Iterable[str], limit: int) -> Call[None]:
     """Add the jobs that have a record, up to the limit."""
     new = (job_id for job_id in dict.fromkeys(job_ids) if job_id not in jobs)
     while some := list(islice(new, min(READ_JOBS, limit - len(jobs)))):

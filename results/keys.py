@@ -23,7 +23,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     members:<batch>        list    ids of a batch's jobs                         submit               like its batch
     leases:<engine>        set     jobs that this engine holds                   claim, finish        while not empty
     engines                zset    engines, score last heartbeat ms              heartbeat            until recovered
-    engine:<engine>        hash    heartbeat, last claim, what was asked of it   heartbeat, claim **  heartbeat limit
+    engine:<engine>        hash    heartbeat, model, claim, what is asked of it  heartbeat, claim **  heartbeat limit
     signals:<engine>       list    a kind and a job id, or "beat now"            cancel, watch, ...   60 s
     done                   stream  completions: id, state                        finish               100,000 entries
     dead                   zset    failed jobs, score ended at ms                finish, redrive      TTL after last one
@@ -33,6 +33,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     settings               hash    times, limits, weights, paused                operator             permanent
     counts                 hash    jobs queued now, totals of ends and tokens    every transition     permanent
     serial                 string  the last number for an age or a lease         submit, claim        permanent
+    copy                   stream  a smaller copy of a result, which it replaces  every end of a job  within the script
 
     * or like the result, when the stream has lost events
     ** and sleep and reset_cache, which an operator calls
@@ -44,7 +45,9 @@ from __future__ import annotations
 
 import re
 
-QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NAME_PATTERN = r"[A-Za-z0-9._-]{1,64}"
+"""Of the names of queues, tenants and batches."""
+QUEUE_PATTERN = re.compile(NAME_PATTERN)
 
 
 class QueueKeys:
@@ -52,7 +55,7 @@ class QueueKeys:
 
     def __init__(self, queue: str) -> None:
         if not QUEUE_PATTERN.fullmatch(queue):
-            raise ValueError(f"queue: must match [A-Za-z0-9._-]{{1,64}}, got {queue!r}")
+            raise ValueError(f"queue: must match {NAME_PATTERN}, got {queue!r}")
         self.queue = queue
         self.prefix = f"millrace:{{{queue}}}:"
         self.done = self.prefix + "done"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from millrace.results.keys import NAME_PATTERN
+
 WEIGHT = "weight:"
 _MOST = 2**53 - 1
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TENANT = re.compile(NAME_PATTERN)
 
 
 class Setting(NamedTuple):

@@ -27,7 +27,7 @@ _BUFFER_BYTES = 32 << 20
 _MAX_BUFFER_BLOCKS = 64
 
 
-class HostTier:
+class HostBlocks:
     """Owns the host blocks of this rank. On a GPU their memory is pinned."""
 
     def __init__(self, parts: list[Tensor], num_blocks: int) -> None:
@@ -45,7 +45,7 @@ class HostTier:
         """From then on the steps do not read the buffer."""
 
     def __repr__(self) -> str:
-        return f"HostTier({len(self._blocks)} blocks, {self.num_bytes()} bytes)"
+        return f"HostBlocks({len(self._blocks)} blocks, {self.num_bytes()} bytes)"
 
     def num_bytes(self) -> int:
         return self._blocks.nbytes

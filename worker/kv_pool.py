@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from millrace.worker.host_memory import advise_huge_pages
-from millrace.worker.host_tier import HostTier
+from millrace.worker.host_tier import HostBlocks
 from millrace.worker.transfer import to_device
 
 FP8 = torch.float8_e4m3fn
@@ -115,7 +115,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_groups = num_groups
-        self.host: HostTier | None = None
+        self.host: HostBlocks | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
         """Keys and values, with their scales."""
         self.layers: dict[int, LayerCache] = {}
@@ -140,7 +140,7 @@ class KVPool:
                 tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
 
     def add_host_tier(self, num_blocks: int) -> None:
-        self.host = HostTier([part for pair in self._pairs for part in pair], num_blocks)
+        self.host = HostBlocks([part for pair in self._pairs for part in pair], num_blocks)
 
     def num_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self._pairs)

@@ -210,7 +210,7 @@ class Scheduler:
             affected += [each for each in step.paused if each in self._running and each not in known]
         self._in_flight.clear()
         for sequence in reversed(affected):
-            self._requeue(sequence)
+            self._planner.requeue(sequence)
         return len(affected)
 
     def restart(self, epoch: int) -> list[Sequence]:
@@ -223,7 +223,7 @@ class Scheduler:
         self._waiting.hold_all()
         for sequence in reversed(list(self._running)):
             sequence.crash_count += self._is_in_flight(sequence)
-            self._requeue(sequence)
+            self._planner.requeue(sequence)
         self._in_flight.clear()
         self._running.take_finished()
         for micro_batch in self._micro_batches:
@@ -277,6 +277,8 @@ class Scheduler:
         micro_batch = step.micro_batch
         step.num_decodes = num_decodes = len(micro_batch.members)
         if not num_decodes and not step.added:
+            if self._in_flight:  # it may have to write what this plan has cached
+                self._in_flight[-1].registered += step.registered
             return None
         self._last_step_id = step.step_id
         joining = [sequence for sequence, _ in step.added if sequence.num_computed >= sequence.num_tokens]
@@ -309,11 +311,6 @@ class Scheduler:
         return bool(self._in_flight) and sequence.last_step >= self._in_flight[0].step_id
 
     # --- results ---
-
-    def _requeue(self, sequence: Sequence) -> None:
-        self._running.release(sequence)
-        self._waiting.count_stopped(sequence)
-        self._waiting.push(sequence, is_first=True)
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> Advance:
         sequence.num_registered_columns = len(sequence.block_ids)  # `remove` caches none: they may hold what has failed

@@ -54,6 +54,12 @@ class StepPlanner:
         if self._try_row(sequence, step):
             self._share_row(sequence, step)
 
+    def requeue(self, sequence: Sequence) -> None:
+        """Put a running sequence back to the head of the queue, with its tokens and without its keys and values."""
+        self._running.release(sequence)
+        self._waiting.count_stopped(sequence)
+        self._waiting.push(sequence, is_first=True)
+
     def _schedule_decodes(self, step: PlannedStep) -> None:
         """Let the decode rows of the micro-batch go on, as many as the step can take."""
         micro_batch = step.micro_batch
@@ -82,15 +88,33 @@ class StepPlanner:
             step.budget = self._pace.limit(step.budget)
 
     def _schedule_ready(self, step: PlannedStep, *, run_ahead: bool) -> None:
-        """Plan the running sequences without a decode row that goes on: paused ones, then prompts."""
+        """Plan the running sequences without a decode row that goes on: paused ones, then prompts.
+
+        A prompt that takes the whole step leaves half of it to those that need less, running or next in the queue."""
         ready = [each for each in self._running.ready.values() if run_ahead or not each.num_pending]
-        for sequence in sorted(ready, key=lambda each: each.num_uncomputed > 1):
-            if step.is_full:
-                break
-            if sequence.seq_id in self._running.ready:  # not if an earlier one has preempted it
-                self._try_row(sequence, step)
+        self._try_rows((each for each in ready if each.num_uncomputed <= 1), step)
+        prompts = [each for each in ready if each.num_uncomputed > 1]
+        longest = next((each.num_uncomputed for each in prompts if each.num_uncomputed > step.budget), None)
+        if longest is None:
+            self._try_rows(prompts, step)
+        else:
+            for_longest = step.budget - step.budget // 2
+            step.budget -= for_longest
+            self._try_rows((each for each in prompts if each.num_uncomputed < longest), step)
+            num_free, max_sequences = self._running.pool.num_free, self._max_num_seqs - len(self._running)
+            for_waiting = min(step.budget, self._waiting.num_tokens_to_admit(num_free, max_sequences, longest))
+            step.budget += for_longest - for_waiting
+            self._try_rows((each for each in prompts if each.num_uncomputed >= longest), step)
+            step.budget += for_waiting
         for sequence, _ in step.added:  # until here a row could be dropped again
             self._share_row(sequence, step)
+
+    def _try_rows(self, sequences: Iterable[Sequence], step: PlannedStep) -> None:
+        for sequence in sequences:
+            if step.is_full:
+                return
+            if sequence.seq_id in self._running.ready:  # not if an earlier one has preempted it
+                self._try_row(sequence, step)
 
     def _admit_waiting(self, step: PlannedStep) -> None:
         """Admit in the order of the queue, but for prefixes. If the next one lacks blocks, or the step has no space for its
@@ -130,11 +154,9 @@ class StepPlanner:
         return True
 
     def _preempt(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Put it back to the head of the queue. It keeps its tokens, the pending ones too, and loses its keys and values."""
+        """Requeue a sequence that may have a row in this step. It keeps its pending tokens too."""
         step.drop(sequence)
-        self._running.release(sequence)
-        self._waiting.count_stopped(sequence)
-        self._waiting.push(sequence, is_first=True)
+        self.requeue(sequence)
         self.num_preemptions += 1
 
     def _admit(self, sequence: Sequence, hit_blocks: list[int], step: PlannedStep) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 from millrace.engine_service.core.announced_grammars import AnnouncedGrammars
 from millrace.engine_service.core.sequence import Sequence
@@ -145,6 +145,13 @@ class WaitingQueue:
             if num_free_blocks < 0:
                 return number
         return len(head)
+
+    def num_tokens_to_admit(self, num_free_blocks: int, max_sequences: int, fewer_than: int) -> int:
+        """Return the tokens of the first sequences that the free blocks can take, up to one that has not `fewer_than` that,
+        were nothing cached."""
+        num_sequences = self.num_admissible(num_free_blocks, min(max_sequences, _MAX_LOOKAHEAD))
+        counts = (sequence.num_uncomputed for sequence in islice(self._ready(), num_sequences))
+        return sum(takewhile(lambda count: count < fewer_than, counts))
 
     def _push_ready(self, sequence: Sequence, *, is_first: bool = False) -> None:
         if is_first:

@@ -236,8 +236,9 @@ class Intake:
             priority=claimed.priority,
         )
         delayed_s = claimed.created_ms / 1000 + (request.delay_s or 0.0)
+        due_s = min(max(delayed_s, request.run_at or 0.0), time.time())  # a redrive does not wait again
         chat = admission.chat_reader(request, prompt_token_ids)
-        return ServedJob(claimed, generations, max(delayed_s, request.run_at or 0.0), chat)
+        return ServedJob(claimed, generations, due_s, chat)
 
     # --- signals ---
 

@@ -190,8 +190,8 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
     """Answer steps and calls until "shutdown", or until the device is lost. Returns the exit status."""
     heartbeat, is_output = connection.heartbeat, boot.rank == output_rank(boot.config)
     steps = _LaunchedSteps(worker, is_output=is_output)
-    call: Call | Step | None = None
-    """One that waits for the steps before it."""
+    held: Call | Step | None = None
+    """It waits for the steps before it."""
     next_sample_s = 0.0
     announced = compiled = 0
     """Numbers of grammars: that of the last one, and the last number that the engine knows to be compiled."""
@@ -200,7 +200,7 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
             compiled = worker.last_compiled
             connection.send(Compiled(compiled))
         heartbeat.phase = "step" if steps.call_ids else "idle"
-        reply = steps.next_reply(until=connection.has_message if call is None else lambda: False)
+        reply = steps.next_reply(until=connection.has_message if held is None else lambda: False)
         if reply is not None:
             connection.send(reply)
             if reply.failure is not None and reply.failure.cause == "device_lost":
@@ -209,15 +209,15 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
                 _sample_device(worker, heartbeat)
                 next_sample_s = time.monotonic() + _SAMPLE_EVERY_S
             continue
-        if announced > compiled and call is None and not connection.has_message(_COMPILE_POLL_MS):
+        if announced > compiled and held is None and not connection.has_message(_COMPILE_POLL_MS):
             continue
-        if call is None and worker.has_idle_work and not connection.has_message(_IDLE_MS):
+        if held is None and worker.has_idle_work and not connection.has_message(_IDLE_MS):
             worker.do_idle_work()
             continue
-        message, call = call or connection.recv(), None
+        message, held = held or connection.recv(), None
         match message:
             case Step(plan=plan) if plan.depth == 1 and steps.call_ids:
-                call = message  # the output rank has replied to the steps before it, this rank has not yet
+                held = message  # the output rank has replied to the steps before it, this rank has not yet
             case Step(call_id, plan):
                 heartbeat.phase = "step"
                 steps.launch(call_id, plan)
@@ -225,7 +225,7 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
                 announced = number
                 worker.compile_grammar(number, grammar)
             case Call() if steps.call_ids:
-                call = message  # waits for the steps before it
+                held = message  # waits for the steps before it
             case Call(method="shutdown", call_id=call_id):
                 connection.send(Reply(call_id=call_id))
                 return 0

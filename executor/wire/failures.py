@@ -123,7 +123,8 @@ def describe_exit(status: int) -> str:
     if status == -signal.SIGKILL:
         return "killed by SIGKILL (by the kernel if memory ran out: see dmesg)"
     if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
+        has_name = -status in set(signal.Signals)  # most real-time signals have none
+        return f"killed by {signal.Signals(-status).name if has_name else f'signal {-status}'}"
     meaning = _EXIT_MEANINGS.get(status)
     return f"exit status {status} ({meaning})" if meaning else f"exit status {status}"
 

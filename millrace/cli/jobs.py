@@ -176,7 +176,7 @@ def run_ls(args: argparse.Namespace) -> int:
         return _list_rejected(args)
     from millrace.results.waiting import describe_obstacle
 
-    with open_client(args) as client:
+    with open_reconnecting_client(args) as client:
         jobs = _list_jobs(client, args)
         stats = client.stats()
     if args.json:
@@ -213,12 +213,11 @@ def _age_s(time_ms: int) -> float:
     return max(0.0, time.time() - time_ms / 1000)
 
 
-def _list_jobs(client: Client, args: argparse.Namespace) -> list[Job]:
+def _list_jobs(client: ReconnectingClient, args: argparse.Namespace) -> list[Job]:
     if args.batch:
         states = client.batch_jobs(args.batch)
         ids = sorted(states, key=lambda job_id: _STATES.index(states[job_id]))
-        shown = [job_id for job_id in ids if args.state in (None, states[job_id])]
-        return [client.get(job_id) for job_id in shown[: args.limit]]
+        return client.find([job_id for job_id in ids if args.state in (None, states[job_id])], args.limit)
     if args.state:
         return client.list_jobs(args.state, args.limit)
     jobs: dict[str, Job] = {}

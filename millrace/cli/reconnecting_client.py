@@ -9,7 +9,7 @@ from itertools import islice
 
 from millrace.cli.output import remark
 from millrace.producer import Client, InvalidRequest
-from millrace.producer.calls import CHANGED_JOBS, READ_JOBS, KnownJob, batched, get_many, look_up, members
+from millrace.producer.calls import CHANGED_JOBS, READ_JOBS, KnownJob, add_jobs, batched, get_many, look_up, members
 from millrace.producer.submitting import command_loads, refused
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
@@ -55,6 +55,12 @@ class ReconnectingClient(Client):
     def batch_members(self, batch: str) -> list[str]:
         """Return the ids of a batch's jobs, also of those whose records have expired. Raises BatchNotFound."""
         return self._run(members(self._keys, batch))
+
+    def find(self, job_ids: Iterable[str], limit: int) -> list[Job]:
+        """Return the jobs that have a record, in order, up to the limit."""
+        jobs: dict[str, Job] = {}
+        self._run(add_jobs(self._keys, jobs, job_ids, limit))
+        return list(jobs.values())
 
     def change(self, call: Callable[..., Call[T]], *arguments: object) -> T:
         """Run one of the calls that change many jobs."""

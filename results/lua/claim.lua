@@ -139,10 +139,10 @@ local function serve(tenant, weight, time, next_time)
   local key = prefix .. 'ready:' .. tenant
   -- One more than the claim may take, or with cached prompts those that may go before the last of these.
   local members = redis.call('ZRANGE', key, 0, cached and most + 2 or most)
-  local num_before, num_passed, cost, may_continue, ranks, places = #claimed, 0, 0, true, nil, nil
+  local num_before, num_passed, cost, may_continue, is_moved = #claimed, 0, 0, true, false
   if cached then
     -- include: cached_prompts
-    ranks, places = put_cached_first(key, members, most)
+    is_moved = put_cached_first(key, members, most)
   end
   while num_passed < most and num_passed < #members do
     if num_passed > 0 and next_time and time + cost / weight >= next_time then break end
@@ -156,18 +156,10 @@ local function serve(tenant, weight, time, next_time)
     count_waiting(tenant, num_before - #claimed, 0 - cost)
     charge(tenant, cost, weight)
   end
-  local num_in_front, num_moved = num_passed, 0  -- of those taken
-  if ranks then
-    while (places[num_moved + 1] or most + 1) <= num_passed do num_moved = num_moved + 1 end
-    local apart = {}  -- those behind one that is left
-    while num_moved > 0 and ranks[num_moved] - num_moved > num_passed - num_moved - #apart do
-      apart[#apart + 1] = members[places[num_moved]]
-      num_moved = num_moved - 1
-    end
-    if #apart > 0 then redis.call('ZREM', key, unpack(apart)) end
-    num_in_front = num_passed - #apart
+  if num_passed > 0 then
+    if is_moved then redis.call('ZREM', key, unpack(members, 1, num_passed))
+    else redis.call('ZREMRANGEBYRANK', key, 0, num_passed - 1) end
   end
-  if num_in_front > 0 then redis.call('ZREMRANGEBYRANK', key, 0, num_in_front - 1) end
   num_queued = count_removed(tenant, num_passed, #members > num_passed)  -- also where somebody has deleted the set
   return may_continue
 end

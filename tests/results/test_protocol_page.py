@@ -30,7 +30,7 @@ def test_every_key_is_on_the_page() -> None:
     legend = re.findall(
         r"^    ([a-z]+(?::<[a-z]+>)?) {2,}(?:hash|string|stream|zset|set|list) ", keys.__doc__, re.MULTILINE
     )
-    assert len(legend) == 29
+    assert len(legend) == 30
     assert [name for name in legend if f"| `{name}` |" not in PAGE] == []
 
 
@@ -100,6 +100,26 @@ def test_the_arguments_of_a_finish_are_those_of_the_script(queue: JobQueue, engi
         places = [text.index(word) for word in words]
         assert places == sorted(places)
     assert "chat" not in page.partition("log-prob")[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("heartbeat", ["engine id", "in ms", "sleep level", "name of"]),
+        ("claim", ["engine id", "claim id", "most jobs", "KV budget", "fingerprint", "jobs", "1", "digests", "1"]),
+        ("inbox", ["id to read after", "most entries", "most bytes", "longest body"]),
+        ("recover", ["most jobs to recover"]),
+    ],
+)
+def test_the_fixed_arguments_of_a_script_are_on_the_page(script: str, words: list[str]) -> None:
+    (page,) = re.findall(rf"(?:\*\*|The script )`{script}`(.*?)(?:\n\d\. \*\*|\n\n)", PAGE, re.DOTALL)
+    (header,) = re.findall(r"-- ARGV (.*?)-- Returns", SCRIPTS[script], re.DOTALL)
+    numbers = re.findall(r"(?:^|, |\n--) *(\d+) ", header)
+    assert max(map(int, numbers)) == len(words)
+    for text in (page.partition("It returns")[0], header):
+        place = 0
+        for word in words:
+            place = text.index(word, place) + len(word)
 
 
 def test_every_field_of_the_record_is_on_the_page() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from llguidance import LLTokenizer
 
 from millrace.worker.cpu_threads import limit_threads
+from millrace.worker.grammars import Grammars
 from tests.worker.driver import start_worker
 from tests.worker.models import make_model
 from tests.worker.test_cgroup import write_files
@@ -44,6 +46,13 @@ def test_a_rank_on_a_cpu_limits_its_threads(tmp_path: Path, monkeypatch: pytest.
     make_model("llama", tmp_path / "model")
     start_worker(tmp_path / "model")
     assert torch.get_num_threads() == 2
+
+
+def test_a_quota_limits_the_threads_of_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.worker.cgroup.ROOT", tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    write_files(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "150000 100000"})
+    assert Grammars(lambda: LLTokenizer("byte"))._num_threads == 2
 
 
 def test_a_number_that_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
-from millrace.worker.host_tier import HostTier
+from millrace.worker.host_tier import HostBlocks
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, Driver, execute, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
@@ -46,7 +46,7 @@ def feed(worker: Rank, step_id: int, tokens: list[int], start: int = 0, num_toke
 def test_blocks_move_to_pinned_memory_and_back_in_the_order_of_the_stream() -> None:
     parts = [torch.randn(1900, 16, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
     before = [part.clone() for part in parts]
-    tier = HostTier(parts, 2000)
+    tier = HostBlocks(parts, 2000)
     assert tier._blocks.is_pinned()
     out = [(block, 2 * block % 1999) for block in range(1, 900)]
     tier.swap_out(out)

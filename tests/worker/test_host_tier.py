@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millrace.worker import host_tier
-from millrace.worker.host_tier import HostTier
+from millrace.worker.host_tier import HostBlocks
 from tests.worker.device_double import DeviceDouble, DeviceTensor
 
 NUM_BLOCKS = 12
@@ -19,7 +19,7 @@ def test_blocks_move_beside_the_steps_and_come_back_as_they_were(monkeypatch: py
     contents = [torch.arange(NUM_BLOCKS * size).float().view(NUM_BLOCKS, size) for size in (2, 5)]
     parts = [DeviceTensor(each.clone()) for each in contents]
     with device:
-        tier = HostTier(list(parts), NUM_BLOCKS)
+        tier = HostBlocks(list(parts), NUM_BLOCKS)
         device.pin(tier._blocks)
         tier.swap_out([(block, 11 - block) for block in range(8)])
         for part in parts:

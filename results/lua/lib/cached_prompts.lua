@@ -2,8 +2,7 @@
 
 -- Moves each member whose prompt is cached forward by at most 3 places: past members whose prompt is not cached, of the same
 -- priority, and less than a second older. So later jobs can delay a job only for a bounded time, and nothing has to be counted. The
--- order is correct for at least the first `most` members. Returns nil if no member moves, else the old ranks of the members that
--- moved, and their new places.
+-- order is correct for at least the first `most` members. Returns whether a member moves.
 local function put_cached_first(key, members, most)
   local sub, search, num_front, num_found, ranks, last, is_found = string.sub, string.find, 0, 0, nil, nil, nil
   for rank = 1, #members do
@@ -17,8 +16,8 @@ local function put_cached_first(key, members, most)
     end
     if is_found and num_front + num_found == most then break end
   end
-  if not ranks then return nil end
-  local oldest, youngest, places = members[num_front + 1], members[ranks[num_found]], {}
+  if not ranks then return false end
+  local oldest, youngest = members[num_front + 1], members[ranks[num_found]]
   local scores = redis.call('ZMSCORE', key, oldest, youngest)
   local may_all_move = scores[1] == scores[2] and sub(youngest, 1, 16) - sub(oldest, 1, 16) < 1000000  -- microseconds
   if not may_all_move then scores = redis.call('ZMSCORE', key, unpack(members)) end
@@ -31,7 +30,7 @@ local function put_cached_first(key, members, most)
       place = place + 1
     end
     for to = rank, place + 1, -1 do members[to] = members[to - 1] end
-    members[place], places[i], num_front = member, place, place
+    members[place], num_front = member, place
   end
-  return ranks, places
+  return true
 end

@@ -217,6 +217,40 @@ def test_decodes_go_first_and_prompts_take_what_is_left_of_the_budget() -> None:
     assert [(row.seq_id, row.num_tokens) for row in bench.rows[-1]] == [(1, 1), (2, 7)]
 
 
+def rows_of(bench: Bench, step: int) -> list[tuple[int, int]]:
+    return [(row.seq_id, row.num_tokens) for row in bench.rows[step]]
+
+
+def test_a_prompt_that_takes_whole_steps_leaves_half_of_them_to_those_that_need_less() -> None:
+    bench = Bench(num_blocks=200, budget=16)
+    lengths = {1: 100, 2: 3, 3: 11, 4: 90, 5: 2}
+    sequences = [make_sequence(number, prompt_len=length, max_tokens=1) for number, length in lengths.items()]
+    bench.scheduler.add(sequences[0])
+    bench.step()
+    for sequence in sequences[1:]:
+        bench.scheduler.add(sequence)
+    for _ in range(4):
+        bench.step()
+    assert [rows_of(bench, step) for step in range(5)] == [
+        [(1, 16)],
+        [(1, 8), (2, 3), (3, 5)],
+        [(3, 6), (1, 10)],  # 4 is next in the queue, and needs more than what is left of 1
+        [(1, 16)],
+        [(1, 16)],
+    ]
+    bench.run()
+    assert_undisturbed(sequences)
+
+
+def test_a_prompt_leaves_nothing_to_those_that_cannot_begin() -> None:
+    bench = Bench(num_blocks=200, budget=16, max_num_seqs=1)
+    for number, length in enumerate((100, 9), start=1):
+        bench.scheduler.add(make_sequence(number, prompt_len=length, max_tokens=1))
+    for step in range(3):
+        bench.step()
+        assert rows_of(bench, step) == [(1, 16)]
+
+
 def test_the_plan_of_a_step_in_which_all_rows_go_on_says_just_that() -> None:
     bench = Bench(num_blocks=64)
     for number in range(1, 5):
@@ -637,6 +671,25 @@ def test_a_step_that_failed_has_cached_nothing() -> None:
     bench.give_up()
     assert bench.scheduler.pool.stats().num_cached == 0
     bench.run()
+
+
+def test_a_step_that_failed_has_cached_nothing_of_a_plan_without_rows_behind_it() -> None:
+    bench = Bench(num_blocks=5, run_ahead=True)
+    preempted = make_sequence(2, prompt_len=5, max_tokens=8)
+    for sequence in (make_sequence(1, prompt_len=5, max_tokens=4), preempted):
+        bench.scheduler.add(sequence)
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.stats().num_preemptions == 0
+    bench.give_up()
+    assert bench.scheduler.stats().num_preemptions == 1
+    bench.scheduler.remove(preempted)
+    beginning = preempted.prompt_token_ids + preempted.output_token_ids
+    follower = make_sequence(3, prompt_len=0, prompt=[*beginning, 5], max_tokens=1)
+    bench.scheduler.add(follower)
+    bench.run()
+    assert follower.num_cached_tokens == 4
+    assert_undisturbed([follower])
 
 
 def test_without_prefix_caching_everything_is_computed() -> None:

@@ -148,6 +148,16 @@ def test_the_part_of_another_engine_is_left_to_it_also_when_more_fits(
     parts.capacity.update(200)  # the thread ends its wait, and the test its thread
 
 
+def test_the_redrive_of_a_delayed_job_is_due_at_once(parts: Parts) -> None:
+    submit(parts.lease_queue, "a", body=BODY[:-1] + b',"delay_s":3600}', delay_ms=3_600_000)
+    parts.lease_queue.cancel("a")
+    parts.lease_queue.redrive("a")
+    parts.intake.start()
+    event = parts.events.get(timeout=60)
+    assert isinstance(event, Arrived)
+    assert 0 < event.job.due_s <= time.time()
+
+
 def test_a_job_of_another_model_is_logged_when_it_begins_to_wait_and_when_it_fails(
     parts: Parts, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_tensor_without_memory_on_the_host_is_out_of_memory() -> None:
 def test_the_end_of_a_process_names_what_may_have_ended_it() -> None:
     assert describe_exit(-signal.SIGKILL) == "killed by SIGKILL (by the kernel if memory ran out: see dmesg)"
     assert describe_exit(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert describe_exit(-40) == "killed by signal 40"
     assert describe_exit(EXIT_OUT_OF_MEMORY) == "exit status 8 (out of memory)"
 
 
