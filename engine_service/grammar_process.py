@@ -24,9 +24,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from millrace.engine_service.chat.grammars import form_grammar, schema_grammar, structural_tag_grammar
 from millrace.engine_service.chat.schemas import (
     drop_endless_parts,
-    drop_keywords_without_effect,
     every_part,
     parts,
+    simplify,
     target_path,
 )
 from millrace.engine_service.child_process import limit_memory, open_channel, receive, send
@@ -43,7 +43,9 @@ _SEARCH_S = 1.2
 """CPU time of the search for the place of an error."""
 _MAX_PLACE_CHARS = 150
 _MAX_REASON_CHARS = 250
-_IN_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_RULE_OF_GBNF = re.compile(r"^\s*([\w-]+)\s*::=", re.MULTILINE)
+_TEXT_OF_GBNF = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
+_CODE_OF_GBNF = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 """As the grammars of chats have it."""
 _LONE_BACKSLASH = re.compile(r"(?<!\\)(\\\\)*\\\Z")
@@ -62,6 +64,25 @@ _ECHO = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 """The lines of a grammar that llguidance repeats after an error."""
 _UNSATISFIABLE = "no text satisfies it"
 _TOO_MUCH_WORK = "takes too much work to compile; make it simpler"
+_OF_TOO_MUCH_WORK = ("fuel exhausted", "initial_lexer_fuel", "Unable to determine if regex is empty")
+_PLAINER = (
+    (re.compile(r"(?:invalid regex .*)?regex parse error:.*error: (.*)", re.DOTALL), r"regex parse error: \1"),
+    (re.compile(r"(error: look-around.*)"), r"\1; use a class such as [^x], or check it after parsing"),
+    (
+        re.compile(r"(?:invalid regex .*)?lookarounds not supported yet; .*", re.DOTALL),
+        r"regex parse error: anchors inside it, and word boundaries, are not supported; leave them out",
+    ),
+    (
+        re.compile(r"oneOf constraints are not supported.*"),
+        "oneOf is supported only where no two branches match the same; use anyOf, or branches that exclude one another",
+    ),
+    (
+        re.compile(r"Resource '(?:json-schema:///)?(.*)' is not present in a registry.*"),
+        r"\1: only references within the schema (#/...) are followed",
+    ),
+)
+"""Errors of llguidance that name its own options, or repeat the form, and what to say instead."""
+_NO_ROOT = "a GBNF grammar needs a rule root"
 _ENDLESS = (
     "no finite value satisfies it, since it always requires itself; leave it out of required, or allow another value"
 )
@@ -69,6 +90,7 @@ _INEXACT = "integers beyond 2^53 would not be kept exactly; use strings"
 _TOO_AMBIGUOUS = (
     "nested repetitions match the same text in too many ways; use smaller counts, or separate the repetitions"
 )
+_CHECK_LATER = "; leave it out, and check it after parsing"
 _UNREADABLE = "; leave it out, or use a model whose tokenizer is byte-level BPE, or SentencePiece with byte fallback"
 
 
@@ -143,18 +165,19 @@ def _grammar(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> str:
             lark = structural_tag_grammar(json.dumps(tag), lambda text: _special_id(text, tokenizer))
         case "grammar":
             text = wanted.grammar or ""
-            lark = (
-                gbnf_to_lark(text)
-                if _IN_GBNF.search(text)
-                else _JSON_RULE.sub(lambda rule: _checked_rule(rule, tokenizer), text)
-            )
+            if rules := _RULE_OF_GBNF.findall(text):
+                if "root" not in rules:
+                    raise ValueError(_NO_ROOT)
+                lark = gbnf_to_lark(_TEXT_OF_GBNF.sub(_with_characters, text))
+            else:
+                lark = _JSON_RULE.sub(lambda rule: _checked_rule(rule, tokenizer), text)
         case _:
             if _LONE_BACKSLASH.search(wanted.regex or ""):  # llguidance would drop it
                 raise ValueError("incomplete escape sequence: it ends with a single backslash")
             lark = form_grammar(wanted)
     grammar = _of_lark(lark)
     if error := _error(grammar, tokenizer):
-        raise ValueError(error)
+        raise ValueError(error.rpartition("regex parse error: ")[2] if wanted.form == "regex" else error)
     if wanted.form in ("regex", "grammar") and _is_too_ambiguous(grammar, tokenizer):
         raise ValueError(_TOO_AMBIGUOUS)
     return grammar
@@ -173,7 +196,8 @@ def _schema_grammar(schema: Any, tokenizer: LLTokenizer) -> str:
     grammar = _of_schema(schema)
     if error := _error(grammar, tokenizer):
         path, reason = _Search(schema, tokenizer).innermost(error)
-        raise ValueError(f"at {_place(path)}: {_shortened(reason)}")
+        what_to_do = _CHECK_LATER if reason.startswith("Unimplemented keys") else ""
+        raise ValueError(f"at {_place(path)}: {_shortened(reason)}{what_to_do}")
     for path, part in every_part(schema):
         if type(part) is dict and _COUNTED_GROUP.search(str(part.get("pattern"))):
             text = {name: part[name] for name in ("pattern", "minLength", "maxLength") if name in part}
@@ -192,9 +216,24 @@ def _has_inexact_integer(value: Any) -> bool:
 
 def _checked_rule(rule: re.Match[str], tokenizer: LLTokenizer) -> str:
     schema = json.loads(rule[2])
-    drop_keywords_without_effect(schema)
+    simplify(schema)
     _schema_grammar(schema, tokenizer)
     return rule[1] + json.dumps(schema)
+
+
+def _with_characters(text: re.Match[str]) -> str:
+    """Return a literal or a class of GBNF with characters instead of their codes: the converter drops the zeros of these."""
+    is_class = text[0].startswith("[")
+
+    def character(code: re.Match[str]) -> str:
+        number = int(code[code.lastindex], 16) if code.lastindex else None
+        if number is None or 0xD800 <= number < 0xE000 or number > 0x10FFFF:
+            return code[0]
+        if is_class and number < 0x80:
+            return f"\\x{number:02x}"
+        return chr(number) if is_class else json.dumps(chr(number), ensure_ascii=False)[1:-1]
+
+    return _CODE_OF_GBNF.sub(character, text[0])
 
 
 def _is_too_ambiguous(grammar: str, tokenizer: LLTokenizer) -> bool:
@@ -258,7 +297,12 @@ def _error(grammar: str, tokenizer: LLTokenizer) -> str:
     error = _ECHO.sub("", matcher.get_error()).removeprefix(_IN_SCHEMA).removesuffix(_NO_DETAILS).rstrip()
     if error.startswith("NoExtension") or not (error or can_begin):
         return _UNSATISFIABLE
-    return _TOO_MUCH_WORK if "fuel exhausted" in error else _BEHIND_REFERENCE.sub("", error)
+    if any(sign in error for sign in _OF_TOO_MUCH_WORK):
+        return _TOO_MUCH_WORK
+    error = _BEHIND_REFERENCE.sub("", error)
+    for pattern, plainer in _PLAINER:
+        error = pattern.sub(plainer, error)
+    return error
 
 
 class _Search:

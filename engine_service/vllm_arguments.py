@@ -37,6 +37,7 @@ _WITHOUT_EFFECT = frozenset(
         "disable_log_stats",
         "enable_chunked_prefill",
         "enable_sleep_mode",
+        "guided_decoding_backend",
         "hf_token",
         "max_seq_len_to_capture",
         "optimization_level",
@@ -69,7 +70,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
 }
 """Arguments for what Millrace does not have, and the values that do not ask for it. None never does, also for arguments that
-are not named here, such as `quantization`, `code_revision` and `speculative_config`."""
+are not named here, such as `code_revision` and `speculative_config`."""
 _REMEDIES = {"logprobs_mode": "log-probabilities are always those of the model's own logits"}
 """By argument, where it is not "leave it out"."""
 
@@ -89,7 +90,7 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 value = _EXECUTORS.get(value, value)
             if value is not None:
                 found[_RENAMED[name]] = value
-        elif name in _WITHOUT_EFFECT:
+        elif name in _WITHOUT_EFFECT or (name == "structured_outputs_config" and _only_chooses_backend(value)):
             logger.debug("%s has no effect in Millrace", name)
         elif value is not None and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
             rule, what_to_do = "is not an argument of LLM", remedy(name, (*EngineConfig.__struct_fields__, *_RENAMED))
@@ -98,6 +99,10 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 what_to_do = _REMEDIES.get(name, "leave it out")
             raise ConfigurationError(f"{name}: {rule}, got {shown(value)}; {what_to_do}")
     return found
+
+
+def _only_chooses_backend(config: Any) -> bool:
+    return isinstance(config, Mapping) and config.keys() <= {"backend", "disable_fallback"}
 
 
 @contextmanager

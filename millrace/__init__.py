@@ -130,6 +130,8 @@ _IMPORTED_LATER = ("torch", "transformers")
 if not TYPE_CHECKING:  # for a type checker, the module has only the names imported above
 
     def __getattr__(name: str) -> Any:
+        if name == "GuidedDecodingParams":  # `from millrace import` shows no AttributeError
+            raise ImportError("millrace has no GuidedDecodingParams; use StructuredOutputs, in structured_outputs")
         if name not in __all__:
             raise AttributeError(f"module 'millrace' has no attribute {name!r}")
         try:

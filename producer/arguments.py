@@ -16,7 +16,7 @@ from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import BATCH_PATTERN, ID_PATTERN, MAX_SECONDS
 from millrace.results.durability import DURABILITIES
 from millrace.results.errors import BatchNotFound, EngineNotFound, JobNotFound, shown
-from millrace.results.keys import QueueKeys
+from millrace.results.keys import NAME_PATTERN, QueueKeys
 from millrace.results.messages import EndState
 from millrace.results.settings import SETTINGS, TENANT_SETTINGS, WEIGHT, setting
 
@@ -40,7 +40,7 @@ def queue_keys(queue: str) -> QueueKeys:
     try:
         return QueueKeys(queue)
     except (ValueError, TypeError) as error:
-        raise InvalidRequest("queue", f"must match [A-Za-z0-9._-]{{1,64}}, got {shown(queue)}") from error
+        raise InvalidRequest("queue", f"must match {NAME_PATTERN}, got {shown(queue)}") from error
 
 
 def job_id(keys: QueueKeys, job_id: str) -> str:

@@ -206,11 +206,13 @@ def remedy(name: str, known: Iterable[str]) -> str:
     """Return what to do with an unknown name: use the known one of this meaning or the most similar one, or leave it out."""
     from difflib import get_close_matches
 
-    if name == "chat_template":
-        return "the operator of the engine chooses the template; leave it out"
+    if name in _LEFT_OUT:
+        return f"{_LEFT_OUT[name]}; leave it out"
     if name in _OTHER_NAMES:
         return f"use {_OTHER_NAMES[name]}"
     known = tuple(known)
+    if form := _FORM_NAMES.get(name):
+        return _form_remedy(name, form, known)
     field, hint = _JOB_QUEUE_NAMES.get(name, ("", ""))
     if field in known:
         return f"use {field}, {hint}"
@@ -218,17 +220,38 @@ def remedy(name: str, known: Iterable[str]) -> str:
     return f"did you mean {similar[0]}?" if similar else "leave it out"
 
 
+def _form_remedy(name: str, form: str, known: Iterable[str]) -> str:
+    if form in known:  # those of StructuredOutputs
+        return f"use {form}"
+    instead = f'structured_outputs={{"{form}": {"True" if form == "json_object" else "..."}}}'
+    if "structured_outputs" not in known:
+        instead = f"SamplingParams({instead})"
+    return f"only the client's submit takes it; use {instead}" if name == "response_model" else f"use {instead}"
+
+
+_LEFT_OUT = {
+    "chat_template": "the operator of the engine chooses the template",
+    "disable_any_whitespace": "outputs have no white space anyway",
+}
+_FORM_NAMES = {
+    **dict.fromkeys(("guided_json", "json", "json_schema", "schema", "response_schema", "response_model"), "json"),
+    **dict.fromkeys(("response_format", "output_format", "text_format", "format"), "json"),
+    **dict.fromkeys(("guided_decoding", "guided_options_request"), "json"),
+    **dict.fromkeys(("guided_json_object", "json_object", "response_mime_type"), "json_object"),
+    **dict.fromkeys(("guided_regex", "regex"), "regex"),
+    **dict.fromkeys(("guided_choice", "choice", "choices"), "choice"),
+    **dict.fromkeys(("guided_grammar", "grammar"), "grammar"),
+    "structural_tag": "structural_tag",
+}
+"""Names that ask for a form of the output, in other APIs and of our own class, and its field in `structured_outputs`."""
 _OTHER_NAMES = {
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs, with their number",
     "custom_id": "id, or run-batch for a file in OpenAI's batch format",
-    **dict.fromkeys(("response_format", "guided_decoding", "guided_json"), "structured_outputs"),
-    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "grammar"), "structured_outputs"),
     **dict.fromkeys(("num_predict", "n_predict"), "max_tokens"),
-    "format": "structured_outputs, with json or json_object",
     "num_return_sequences": "n",
     "do_sample": "temperature=0 for greedy decoding",
-    "options": "its fields as fields of the request",
+    **dict.fromkeys(("options", "extra_body"), "its fields as fields of the request"),
     "system": "a message with the role system",
     "num_ctx": "the engine's option max_model_len",
 }

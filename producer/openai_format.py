@@ -45,7 +45,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's and vLLM's APIs without an equal here, and the values with which they change nothing. null changes
 nothing in any field."""
-_INSTEAD = {"echo": "for the log-probabilities of a prompt use prompt_logprobs"}
+_INSTEAD = {
+    "echo": "for the log-probabilities of a prompt use prompt_logprobs",
+    **dict.fromkeys(("text", "text_format"), "use response_format, as the API of chat completions has it"),
+}
 _WITHOUT_EFFECT = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
 )
@@ -134,7 +137,7 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
             raise InvalidRequest(name, f"is not supported with the value {shown(value)}; {instead}")
         else:
             known = (*_SAMPLING_NAMES, *_REQUEST_NAMES, text_field, *((*CHAT_FIELDS, *_ALIASES) if is_chat else ()))
-            raise InvalidRequest(name, f"is not supported by {url}; {remedy(name, known)}")
+            raise InvalidRequest(name, f"is not supported by {url}; {_INSTEAD.get(name) or remedy(name, known)}")
     try:
         return GenerationRequest(sampling=SamplingParams(**sampling), **fields)
     except InvalidRequest as error:

@@ -26,7 +26,8 @@ class SubmitOptions(TypedDict, total=False):
     chat_template_kwargs: dict[str, Any] | None
     response_format: dict[str, Any] | None
     response_model: Any
-    """A pydantic model, or another type that msgspec decodes: the output is JSON of its schema. See `Job.parsed`."""
+    """A pydantic model, a type with models in it such as `list[Model]`, or another type that msgspec decodes: the output is
+    JSON of its schema. See `Job.parsed`."""
     model: str | None
     tenant: str
     priority: int

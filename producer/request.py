@@ -25,11 +25,11 @@ from millrace.producer.errors import InvalidRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.producer.structured import class_remedy, from_response_format
 from millrace.results.errors import shown
+from millrace.results.keys import NAME_PATTERN
 from millrace.results.messages import DEFAULT_RETRIES
 
 ID_PATTERN = r"[A-Za-z0-9._-]{1,128}"
-TENANT_PATTERN = r"[A-Za-z0-9._-]{1,64}"
-BATCH_PATTERN = TENANT_PATTERN
+TENANT_PATTERN = BATCH_PATTERN = NAME_PATTERN
 MAX_SECONDS = 1e10
 """The largest time and duration: as seconds since the epoch, the year 2286."""
 MAX_RETRIES = 100
@@ -50,7 +50,8 @@ def _default_sampling() -> SamplingParams:
 class GenerationRequest(
     msgspec.Struct, metaclass=NamesUnknown, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True
 ):
-    """One generation: exactly one of prompt, prompt_token_ids and messages, and the sampling parameters.
+    """One generation: exactly one of prompt, prompt_token_ids and messages, and the sampling parameters. As JSON it has at
+    most 1 MiB.
 
     Raises InvalidRequest, a ValueError, which names the field.
     """
@@ -62,7 +63,7 @@ class GenerationRequest(
     prompt: Annotated[str | None, text] = None
     """The text to continue."""
     prompt_token_ids: Annotated[list[int] | None, _prompt_ids] = None
-    """The token ids to continue."""
+    """The token ids to continue: at most 200,000, together with the other numbers and fields of the request."""
     messages: Annotated[list[dict[str, Any]] | None, messages] = None
     """A chat for the model's chat template: objects with `role` and `content`."""
     tools: Annotated[list[dict[str, Any]] | None, tools] = None

@@ -73,7 +73,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
     include_stop_str_in_output: Annotated[bool, boolean] = False
     """True: the text keeps the stop string, or the text of the stop token, that ends it."""
     truncate_prompt_tokens: Annotated[int | None, optional(_truncation)] = None
-    """Keep at most this number of the last prompt tokens. -1: as many as fit into the context."""
+    """Keep at most this number of the last prompt tokens. -1: as many as fit into the context. The limits
+    for the size of a request count the whole prompt."""
 
     presence_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
     """Subtracted from the logit of each token that occurs in the output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import msgspec
 from millrace.producer.checks import NamesUnknown, few_parts, is_deeper, json_value, remedy, text, texts
 from millrace.producer.errors import InvalidRequest
 from millrace.results.errors import shown
+from millrace.results.models import adapter
 
 MAX_BYTES = 256 * 1024
 """Largest size of a schema, a regular expression, the choices, a grammar, or structural tags."""
@@ -20,6 +22,17 @@ Form = Literal["json", "regex", "choice", "grammar", "json_object", "structural_
 _FORMS: tuple[Form, ...] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _FIELD = "structured_outputs"
 _OTHER_FIELDS = ("response_format", "response_model")
+_IN_JSON_SCHEMA = '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+_KEYWORDS = frozenset(
+    [
+        *("$ref", "$dynamicRef", "$defs", "$schema", "$id", "definitions"),
+        *("type", "enum", "const", "format", "pattern"),
+        *("anyOf", "oneOf", "allOf", "not", "if", "then", "else", "properties", "patternProperties", "required"),
+        *("additionalProperties", "propertyNames", "items", "prefixItems", "contains", "minItems", "maxItems"),
+        *("minProperties", "maxProperties", "minLength", "maxLength", "minimum", "maximum", "multipleOf"),
+    ]
+)
+"""Keywords of JSON Schema that say something about a value, and those that only schemas have."""
 
 
 class StructuredOutputs(
@@ -68,7 +81,9 @@ class StructuredOutputs(
         if form in ("json", "structural_tag"):
             _set(self, form, (_normalized_text if type(value) is str else _normalized)(form, value))
         elif form == "choice":
-            _require(form, texts(value) or (None if value else "must not be empty"))
+            value = list(value) if type(value) is tuple else value
+            wrong = texts(value)
+            _require(form, f"{wrong}{_enum_remedy(value)}" if wrong else None if value else "must not be empty")
             _set(self, form, list(dict.fromkeys(value)))
         elif form == "json_object":
             _require(form, None if value is True else f"must be true, got {shown(value)}")
@@ -99,15 +114,19 @@ def structured_outputs(value: Any) -> StructuredOutputs:
 
 def unknown_form(name: Any) -> InvalidRequest:
     what = remedy(name, _FORMS) if type(name) is str else "leave it out"
+    if name in _KEYWORDS:
+        what = 'a schema goes into json: {"json": {...}}'
     return InvalidRequest(_FIELD, f"{shown(name)} is none of {', '.join(_FORMS)}; {what}")
 
 
 def from_response_format(value: Any) -> StructuredOutputs | None:
     """Return what OpenAI's `response_format` asks for; None for text. Raises InvalidRequest."""
     kind = value.get("type") if type(value) is dict else None
-    if kind == "text":
-        return None
     try:
+        if type(kind) is str and kind in _KEYS_BY_TYPE:
+            _check_keys(value, kind)
+        if kind == "text":
+            return None
         if kind == "json_object":
             return StructuredOutputs(json_object=True, given_as="response_format")
         if kind == "json_schema":
@@ -124,6 +143,26 @@ def from_response_format(value: Any) -> StructuredOutputs | None:
     raise InvalidRequest("response_format", f"{rule}, got {shown(value)}")
 
 
+_KEYS_BY_TYPE: dict[str, tuple[str, ...]] = {
+    "text": ("type",),
+    "json_object": ("type",),
+    "json_schema": ("type", "json_schema"),
+}
+
+
+def _check_keys(value: dict[str, Any], kind: str) -> None:
+    """Raise InvalidRequest for a key that the type of a `response_format` does not have. null changes nothing."""
+    unknown = next((name for name in value if name not in _KEYS_BY_TYPE[kind] and value[name] is not None), None)
+    if unknown is None:
+        return
+    what = "leave it out"
+    if kind == "json_schema" and unknown in ("name", "schema", "strict", "description"):
+        what = f"put name and schema into json_schema: {_IN_JSON_SCHEMA}"
+    elif unknown in ("schema", "json_schema"):
+        what = f"use {_IN_JSON_SCHEMA}"
+    raise InvalidRequest(_FIELD, f"{shown(unknown)} does not belong to the type {kind}; {what}")
+
+
 def class_remedy(value: Any) -> str:
     """Return what to do with a class where a schema is expected, such as a pydantic model; "" for another value."""
     return "; use response_model= of submit, or the class's JSON schema" if isinstance(value, type) else ""
@@ -134,7 +173,9 @@ def for_model(model: Any) -> StructuredOutputs:
     try:
         if isinstance(model, type) and hasattr(model, "model_json_schema"):
             return StructuredOutputs(json=model.model_json_schema(), given_as="response_model")
-        return StructuredOutputs(json=msgspec.json.schema(model), given_as="response_model")
+        by_pydantic = adapter(model)
+        schema = msgspec.json.schema(model) if by_pydantic is None else by_pydantic.json_schema()
+        return StructuredOutputs(json=schema, given_as="response_model")
     except InvalidRequest as error:
         raise InvalidRequest("response_model", error.message) from error
     except Exception as error:  # of pydantic, of the model's own code, or msgspec's TypeError
@@ -156,6 +197,7 @@ def _normalized(form: Form, value: Any) -> str:
     if form == "json":
         rule = "must be a JSON schema, an object or a boolean"
         _require(form, None if type(value) in (dict, bool) else f"{rule}, got {shown(value)}{class_remedy(value)}")
+        _require(form, _wrapped_schema(value))
     else:
         _require(form, _structural_tag(value))
     _require(form, json_value(value))
@@ -163,6 +205,24 @@ def _normalized(form: Form, value: Any) -> str:
     if is_deeper(found, MAX_DEPTH):
         raise InvalidRequest(_FIELD, f"{form} is nested too deeply; at most {MAX_DEPTH} levels are allowed")
     return found.decode()
+
+
+def _wrapped_schema(value: Any) -> str | None:
+    """OpenAI's object with a schema in it, as a schema, would allow any JSON."""
+    if type(value) is bool:
+        return None
+    name = next((name for name in ("json_schema", "schema") if type(value.get(name)) is dict), None)
+    is_response_format = value.get("type") == "json_schema"
+    if name is None or (value.keys() & _KEYWORDS and not is_response_format):
+        return None
+    return f"has a schema in {name}, and no keyword of JSON Schema beside it; give the value of schema"
+
+
+def _enum_remedy(value: Any) -> str:
+    """Return what to do with an Enum, or with its members, where strings are expected; "" for other values."""
+    is_enum = isinstance(value, type) and issubclass(value, Enum)
+    has_members = isinstance(value, list | set) and any(isinstance(each, Enum) for each in value)
+    return "; use [each.value for each in ...]" if is_enum or has_members else ""
 
 
 def _structural_tag(value: Any) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from millrace.producer.checks import few_parts, is_deeper, remedy
+from millrace.producer.checks import MAX_COMMAS, few_parts, is_deeper, remedy
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.prompt_start import prompt_digest
 from millrace.producer.request import ID_PATTERN, GenerationRequest
@@ -105,8 +105,18 @@ def canonical_body(request: GenerationRequest) -> bytes:
 
 
 def _check_parts(body: bytes) -> None:
-    if wrong := few_parts(body):
+    wrong = few_parts(body)
+    if wrong and _num_prompt_ids(body) > MAX_COMMAS // 2:  # beside little else
+        rule = f"has too many token ids; at most {MAX_COMMAS:,} are allowed, other numbers and fields included"
+        raise InvalidRequest("prompt_token_ids", rule)
+    if wrong:
         raise InvalidRequest("body", wrong)
+
+
+def _num_prompt_ids(body: bytes) -> int:
+    """Return about how many token ids a body has that is not parsed."""
+    start = body.find(b'"prompt_token_ids"')
+    return 0 if start < 0 else body.count(b",", start, body.find(b"]", start))
 
 
 def _check_depth(body: bytes) -> None:

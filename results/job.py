@@ -6,9 +6,10 @@ from typing import Any, Self, TypeVar, overload
 
 import msgspec
 
-from millrace.results.errors import JobFailed, OutputNotParsed
+from millrace.results.errors import JobFailed, OutputNotParsed, shown
 from millrace.results.logprobs import TokenLogprobs
 from millrace.results.messages import TERMINAL_STATES, JobError, ToolCall, Usage
+from millrace.results.models import adapter
 
 MAX_SHOWN_TEXT = 80
 """Characters of a text that the repr of a job has."""
@@ -133,8 +134,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     def parsed(self, response_model: Any = None) -> Any:
         """Return the value of the text, which must be JSON: an object of `response_model`, or without it what JSON gives.
 
-        `response_model` is a pydantic model or another type that msgspec decodes. Raises OutputNotParsed for an output that
-        a limit has cut, or that does not parse.
+        `response_model` is a pydantic model, a type with models in it such as `list[Model]`, or another type that msgspec
+        decodes. Raises OutputNotParsed for an output that a limit has cut, or that does not parse.
         """
         if self.finish_reason != "stop":
             raise OutputNotParsed(self.finish_reason)
@@ -142,9 +143,19 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         try:
             if hasattr(response_model, "model_validate_json"):
                 return response_model.model_validate_json(text)
+            if (by_pydantic := adapter(response_model)) is not None:
+                return by_pydantic.validate_json(text)
             return msgspec.json.decode(text, type=Any if response_model is None else response_model)
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
-            raise OutputNotParsed(self.finish_reason, str(error)) from error
+            raise OutputNotParsed(self.finish_reason, f"{self._stopped}{error}") from error
+
+    @property
+    def _stopped(self) -> str:
+        """What may have cut the text, for an error; "" if it ended by itself."""
+        if self.stop_reason is None:
+            return ""
+        what = "stop string" if type(self.stop_reason) is str else "stop token"
+        return f"the {what} {shown(self.stop_reason)} has ended the output: "
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,6 +251,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Return what `CompletionOutput.parsed` returns for candidate 0. Raises OutputNotParsed."""
         if not self.has_result:
             raise OutputNotParsed(None, f"the result of job {self.id!r} has expired, and its output with it")
+        if self.error is not None:
+            error = f"job {self.id!r} has failed: {self.error.kind}: {self.error.message}"
+            raise OutputNotParsed(self.finish_reason, error)
         if not self.outputs:
             raise OutputNotParsed(self.finish_reason)
         return self.outputs[0].parsed(response_model)

@@ -22,18 +22,18 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN, LogitsSettings, NewSequence
+from millrace.worker.cpu_threads import within_quota
 
 MAX_COMPILED = 256
 MAX_LEXER_STATES = 50_000
 """Limit for one grammar. A state takes 1 to 2 KiB of memory."""
 _MIN_TOKENS_BETWEEN = 8
 """A sequence that uses up its lexer within fewer tokens fails: to compile again for it would slow down all others."""
-SLOW_MASKS_S = 0.02
-"""Where the masks of a step take longer, those of the next step are computed one by one, and timed."""
-MASK_S = 0.002
-"""Time of a core for a token and the mask behind it. What a grammar takes beyond that, in all its rows, adds up."""
+SLOW_S = 0.02
+"""If the masks of a step take longer, those of the next step are timed. The time of a core that a sequence takes beyond it,
+for a token and its mask, adds up. One such token alone makes a step slow, so the sum does not depend on other sequences."""
 MAX_EXCESS_S = 1.0
-"""Where it reaches this sum, the sequences of the grammar fail: all sequences of a step wait for its masks."""
+"""A sequence with a larger sum fails: all sequences of a step wait for its masks."""
 STACK_BYTES = 32 * 1024**2
 """Stack of the threads. Twice that of the process in which the engine checks grammars: what passes there passes here."""
 _MAX_THREADS = 8
@@ -51,12 +51,6 @@ class CompiledGrammar:
     def __init__(self, compiled: Future[LLMatcher], compile_again: Callable[[], LLMatcher]) -> None:
         self._compiled = compiled
         self._compile_again = compile_again
-        self._excess_s = 0.0
-
-    def add_work(self, seconds: float) -> bool:
-        """Count the time of a token and its mask. Return whether it is one too many of those that take long."""
-        self._excess_s = max(0.0, self._excess_s + seconds - MASK_S)
-        return seconds > MASK_S and self._excess_s > MAX_EXCESS_S
 
     @cached_property
     def original(self) -> LLMatcher:
@@ -70,7 +64,7 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """Owns the place of one sequence in its grammar. Used by the thread of the masks alone, except `reason`."""
+    """Owns the place of one sequence in its grammar. Used by one thread of the masks at a time, except `reason`."""
 
     def __init__(self, compiled: CompiledGrammar, new: NewSequence) -> None:
         self._compiled = compiled
@@ -84,6 +78,8 @@ class GrammarState:
         self._has_failed = False
         self.consumed_s = 0.0
         """Time of a core for the last token."""
+        self._excess_s = 0.0
+        """The sum of what tokens have taken beyond `SLOW_S`."""
         self.takes_too_much = False
         """Whether the sequence fails because its masks take too long. Not all ranks may find this, so all of them draw its
         token, and the rank that returns the tokens leaves it out."""
@@ -116,7 +112,8 @@ class GrammarState:
         """Fill in the mask [B], and count the time of the token and the mask."""
         began_s = time.thread_time()
         matcher.unsafe_compute_mask_ptr(mask.data_ptr(), len(mask))
-        if self._compiled.add_work(self.consumed_s + time.thread_time() - began_s):
+        self._excess_s += max(0.0, self.consumed_s + time.thread_time() - began_s - SLOW_S)
+        if self._excess_s > MAX_EXCESS_S:
             self.takes_too_much = True
 
     @property
@@ -163,9 +160,9 @@ class Grammars:
     """Owns the tokenizer of the grammars, the compiled ones, and the threads."""
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer], num_threads: int | None = None) -> None:
-        """`num_threads` compute a mask; None: as many as this machine has cores, up to 8."""
+        """`num_threads` compute a mask; None: as many as this machine has cores and a CPU quota allows, up to 8."""
         self._load_tokenizer = load_tokenizer
-        self._num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+        self._num_threads = num_threads or within_quota(min(_MAX_THREADS, os.cpu_count() or 1))
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         """By grammar, the one used last at the end."""
         self._are_slow = False
@@ -223,12 +220,11 @@ class Grammars:
         while matchers:
             began_s = time.monotonic()
             if self._are_slow:
-                for matcher, row in matchers:
-                    states[row].fill_and_count(matcher, masks[row])
+                self._fill_and_count(matchers, states, masks)
             else:
                 self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), masks.shape[1], len(masks))
             took_s = time.monotonic() - began_s + sum(state.consumed_s for state in states)
-            self._are_slow = took_s > SLOW_MASKS_S
+            self._are_slow = took_s > SLOW_S
             failed = [
                 row for matcher, row in matchers if matcher.is_error()
             ]  # a limit was exceeded while the mask was computed
@@ -240,13 +236,24 @@ class Grammars:
                 state.explain(masks[row])
         return masks
 
+    def _fill_and_count(self, matchers: list[tuple[LLMatcher, int]], states: list[GrammarState], masks: Tensor) -> None:
+        def fill_some(first: int) -> None:
+            for matcher, row in matchers[first :: self._num_threads]:
+                states[row].fill_and_count(matcher, masks[row])
+
+        list(self._timing.map(fill_some, range(self._num_threads)))
+
     @cached_property
     def _compiling(self) -> ThreadPoolExecutor:
-        return _thread("grammars")
+        return _threads("grammars", 1)
 
     @cached_property
     def _masking(self) -> ThreadPoolExecutor:
-        return _thread("masks")
+        return _threads("masks", 1)
+
+    @cached_property
+    def _timing(self) -> ThreadPoolExecutor:
+        return _threads("timed masks", self._num_threads)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -257,11 +264,13 @@ class Grammars:
         return LLExecutor(self._num_threads)
 
 
-def _thread(name: str) -> ThreadPoolExecutor:
+def _threads(name: str, num_threads: int) -> ThreadPoolExecutor:
     before = threading.stack_size(STACK_BYTES)
     try:
-        pool = ThreadPoolExecutor(1, name)
-        pool.submit(int)  # starts the thread
+        pool = ThreadPoolExecutor(num_threads, name)
+        all_wait = threading.Barrier(num_threads)
+        for _ in range(num_threads):
+            pool.submit(all_wait.wait)  # starts a thread, since the others wait
     finally:
         threading.stack_size(before)
     return pool

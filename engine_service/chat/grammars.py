@@ -17,7 +17,7 @@ from millrace.engine_service.chat.output_format import (
     OutputFormat,
     ReasoningState,
 )
-from millrace.engine_service.chat.schemas import drop_keywords_without_effect
+from millrace.engine_service.chat.schemas import simplify
 from millrace.producer import GenerationRequest, InvalidRequest, StructuredOutputs
 
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -186,8 +186,9 @@ def _json(schema: dict[str, Any] | bool, **separators: str) -> str:
     if schema is False:
         return "%json false"
     schema = {} if schema is True else copy.deepcopy(schema)
-    drop_keywords_without_effect(schema)
-    options = {**schema.get("x-guidance", {}), "whitespace_flexible": False, **separators}
+    simplify(schema)
+    # llguidance reads its options there. Those of the user would switch off errors, and white space on.
+    options = {"whitespace_flexible": False, **separators}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 

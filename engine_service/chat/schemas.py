@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ _SHARED = ("$defs", "definitions")
 _IN_LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
 _WITHOUT_EFFECT = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True}
 """Keywords that llguidance refuses, with the value that allows everything."""
+_FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+"""The formats that llguidance checks. It refuses others, which are remarks by JSON Schema's own rules."""
+_VERSION_OF_UUID = re.compile("uuid([1-8])")
+"""Formats of pydantic, which checks the version and the variant."""
+_REMARKS = {"title", "description", "default", "examples"}
 
 
 def parts(schema: Any) -> Iterator[tuple[list[str], Any]]:
@@ -26,15 +32,55 @@ def parts(schema: Any) -> Iterator[tuple[list[str], Any]]:
             yield from (([name, str(index)], part) for index, part in enumerate(value))
 
 
-def drop_keywords_without_effect(schema: Any) -> None:
-    """Remove the keywords of `_WITHOUT_EFFECT` from a schema and all schemas in it."""
-    if type(schema) is not dict:
-        return
+def simplify(schema: Any) -> None:
+    """Write a schema, and all schemas in it, with the keywords that llguidance knows, as far as they say the same."""
+    shared = _shared_parts(schema) if type(schema) is dict else {}
+    for _, part in list(every_part(schema)):
+        if type(part) is dict:
+            _drop_keywords_without_effect(part)
+            _use_known_format(part)
+            _use_pattern_of_names(part, shared)
+
+
+def _drop_keywords_without_effect(part: dict[str, Any]) -> None:
     for name, value in _WITHOUT_EFFECT.items():
-        if schema.get(name) is value:
-            del schema[name]
-    for _, part in parts(schema):
-        drop_keywords_without_effect(part)
+        if part.get(name) is value:
+            del part[name]
+
+
+def _use_known_format(part: dict[str, Any]) -> None:
+    if type(name := part.get("format")) is not str or name in _FORMATS:
+        return
+    if version := _VERSION_OF_UUID.fullmatch(name):
+        part["format"] = "uuid"
+        part.setdefault("pattern", f"^.{{14}}{version[1]}.{{4}}[89abAB]")
+    else:
+        del part["format"]
+
+
+def _use_pattern_of_names(part: dict[str, Any], shared: Mapping[tuple[str, ...], Any]) -> None:
+    """Replace `propertyNames` by `patternProperties`, where one pattern says the same, as for the keys of a dict."""
+    if type(names := part.get("propertyNames")) is not dict or part.keys() & {"properties", "patternProperties"}:
+        return
+    path = target_path(names, shared) if names.keys() - _REMARKS == {"$ref"} else None
+    pattern = _pattern(names if path is None else shared[path])
+    if pattern is not None:
+        del part["propertyNames"]
+        part["patternProperties"] = {pattern: part.get("additionalProperties", True)}
+        part["additionalProperties"] = False
+
+
+def _pattern(part: Any) -> str | None:
+    """Return the pattern of the strings that a schema allows; None for a schema that says more than one pattern."""
+    if type(part) is not dict or part.get("type", "string") != "string":
+        return None
+    keywords = part.keys() - _REMARKS - {"type"}
+    if keywords == {"pattern"} and type(part["pattern"]) is str:
+        return str(part["pattern"])
+    values = part["enum"] if keywords == {"enum"} else [part["const"]] if keywords == {"const"} else None
+    if type(values) is not list or not all(type(value) is str for value in values) or not values:
+        return None
+    return f"^(?:{'|'.join(map(re.escape, values))})$"
 
 
 def every_part(schema: Any) -> Iterator[tuple[list[str], Any]]:
@@ -165,9 +211,7 @@ class _Recursion:
 def named_types(part: Any, root: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema within `root` names, itself, by a reference to `$defs` or in its alternatives. None of
     them: it allows any."""
-    shared: dict[tuple[str, ...], Any] = {
-        (kind, name): each for kind in _SHARED for name, each in _named(root, kind).items()
-    }
+    shared = _shared_parts(root)
     types: set[str] = set()
     left, seen = [part], set[int]()
     while left:
@@ -181,6 +225,10 @@ def named_types(part: Any, root: Mapping[str, Any]) -> set[str]:
         if (path := target_path(part, shared)) is not None:
             left.append(shared[path])
     return types
+
+
+def _shared_parts(root: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    return {(kind, name): each for kind in _SHARED for name, each in _named(root, kind).items()}
 
 
 def _listed(part: dict[str, Any], name: str) -> list[Any]:

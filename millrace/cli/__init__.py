@@ -52,6 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+_FORM_OPTIONS = {
+    **dict.fromkeys(("--guided-json", "--json-schema", "--response-model", "--format"), "--schema"),
+    **dict.fromkeys(("--response-format", "--structured-outputs"), "--schema or --json-object"),
+    "--guided-choice": "--choice",
+    "--guided-regex": "--regex",
+    "--guided-grammar": "--grammar",
+}
+"""Options that ask for a form of the output, by vLLM's names and those of requests, and ours."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Prints an error as one line, as every verb does, and the usage only for --help."""
 
@@ -61,7 +71,10 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             from millrace.producer.checks import remedy
 
-            rule = remedy(unknown[0].partition("=")[0], self._option_string_actions)
+            option = unknown[0].partition("=")[0]
+            rule = remedy(option, self._option_string_actions)
+            if (instead := _FORM_OPTIONS.get(option)) and instead.split()[0] in self._option_string_actions:
+                rule = f"use {instead}"
             self.error(f"unrecognized arguments: {' '.join(unknown)} ({rule})")
         return found, unknown
 

@@ -18,9 +18,12 @@ from millrace.cli.values import (
     integer,
     job_id,
     json_list,
+    json_list_or_stdin,
     json_object,
+    json_text,
     max_tokens,
     moment,
+    not_empty,
     number,
     text_file,
     tool_choice,
@@ -78,12 +81,22 @@ _CHAT: tuple[_Option, ...] = (
     ("--continue-final-message", True, "", "continue the text of the last message"),
 )
 _FORMS: dict[str, _Option] = {
-    "json": ("--schema", text_file, "FILE", "JSON that the JSON schema in this file accepts"),
-    "regex": ("--regex", str, "REGEX", "a match of this regular expression"),
-    "choice": ("--choice", str, "TEXT", "one of these texts; can be repeated"),
+    "json": (
+        "--schema",
+        json_text,
+        "FILE",
+        "JSON that the JSON schema in this file accepts; the schema itself works too",
+    ),
+    "regex": ("--regex", not_empty, "REGEX", "a match of this regular expression"),
+    "choice": ("--choice", not_empty, "TEXT", "one of these texts; can be repeated"),
     "grammar": ("--grammar", text_file, "FILE", "a text of the grammar in this file, in llguidance's Lark syntax"),
     "json_object": ("--json-object", True, "", "a JSON object"),
-    "structural_tag": ("--structural-tag", text_file, "FILE", "text with JSON parts: structural tags"),
+    "structural_tag": (
+        "--structural-tag",
+        json_text,
+        "FILE",
+        "text with JSON parts: structural tags, in a file or as JSON",
+    ),
 }
 """By the field of `structured_outputs`."""
 
@@ -94,8 +107,8 @@ def add_parsers(verbs: Verbs) -> None:
     what.add_argument("prompt", nargs="?", help="the text to continue; - reads it from stdin")
     chat_help = "a chat instead of a prompt: a JSON list of messages with role and content"
     what.add_argument("--messages", type=json_list, metavar="JSON", help=chat_help)
-    ids_help = "the tokens of the prompt instead of its text: a JSON list of token ids"
-    what.add_argument("--prompt-token-ids", type=json_list, metavar="JSON", help=ids_help)
+    ids_help = "the tokens of the prompt instead of its text: a JSON list of token ids; - reads it from stdin"
+    what.add_argument("--prompt-token-ids", type=json_list_or_stdin, metavar="JSON", help=ids_help)
     file_help = "submit one JSON job per line (- is stdin); options fill the gaps of a line"
     what.add_argument("--file", metavar="JSONL", help=file_help)
     submit.add_argument("--id", type=job_id, help="the job's id, of [A-Za-z0-9._-] (default: a random one)")
@@ -178,9 +191,10 @@ def _submit_prompt(args: argparse.Namespace) -> int:
     from millrace.results.server_errors import is_refusal
 
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
+    ids = _read_list() if args.prompt_token_ids == "-" else args.prompt_token_ids
     with open_reconnecting_client(args) as client:
         known = client.look_up([args.id]) if args.id and not args.wait and not args.stream else {}
-        options = {"messages": args.messages, "prompt_token_ids": args.prompt_token_ids, **given_options(args)}
+        options = {"messages": args.messages, "prompt_token_ids": ids, **given_options(args)}
         job_id = args.id or os.urandom(16).hex()
         what, way = f"job {job_id!r} may be in the queue", f"see: {command_line(args, 'get', job_id)}"
         with resumable(
@@ -208,6 +222,13 @@ def _submit_prompt(args: argparse.Namespace) -> int:
                 f"job {job_id!r} is in the queue, but stdout can't be written: {error.strerror}"
             ) from error
     return OK
+
+
+def _read_list() -> list[Any]:
+    try:
+        return json_list(_read_stdin())
+    except argparse.ArgumentTypeError as error:
+        raise CommandError(f"stdin: {error}", INVALID) from error
 
 
 def _read_stdin() -> str:

@@ -81,6 +81,11 @@ def json_list(text: str) -> list[Any]:
     return value
 
 
+def json_list_or_stdin(text: str) -> list[Any] | str:
+    """A JSON list, or "-": it is on stdin."""
+    return text if text == "-" else json_list(text)
+
+
 def tool_choice(text: str) -> str | dict[str, Any]:
     """A word, or the function to call as a JSON object. The request checks it."""
     return json_object(text) if text.startswith("{") else text
@@ -96,6 +101,28 @@ def text_file(path: str) -> str:
     if not text.strip():
         raise ArgumentTypeError(f"{path[:200]!r} is empty")
     return text
+
+
+def not_empty(text: str) -> str:
+    """A text that is not empty."""
+    if not text:
+        raise ArgumentTypeError("must not be empty")
+    return text
+
+
+def json_text(text: str) -> str:
+    """A JSON object, or the text of a file with JSON. The request checks its content."""
+    if text.lstrip().startswith("{"):
+        json_object(text)
+        return text
+    found = text_file(text)
+    try:
+        json.loads(found)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text[:200]!r} is not valid JSON: {error}") from error
+    except RecursionError:
+        raise ArgumentTypeError(f"{text[:200]!r} is nested too deeply") from None
+    return found
 
 
 def _json(text: str, kind: type, what: str) -> Any:

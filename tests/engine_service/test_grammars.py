@@ -6,23 +6,31 @@ import contextlib
 import copy
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from enum import Enum
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import pytest
+from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
+from pydantic import UUID4, BaseModel, Field, IPvAnyAddress, SecretStr
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from millrace.engine_service.chat.schemas import drop_endless_parts
+from millrace.engine_service.grammar_process import check
 from millrace.engine_service.grammars import Grammars
 from millrace.engine_service.text import Tokenizer
 from millrace.producer import InvalidRequest, StructuredOutputs
 from tests.e2e.engines import TINY
-from tests.matchers import TOKENIZER, is_beginning
+from tests.matchers import TOKENIZER, accepts, accepts_value, checked, is_beginning, matcher_for
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +66,24 @@ def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> No
     assert grammar
     assert grammars.is_known(wanted)
     assert grammars.grammar(StructuredOutputs(**form)) == grammar
+
+
+def test_options_of_llguidance_in_a_schema_have_no_effect() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    options = {"whitespace_flexible": True, "item_separator": ";"}
+    assert checked({**schema, "x-guidance": options}) == checked({**schema, "x-guidance": 5}) == checked(schema)
+
+
+def test_gbnf_may_name_characters_by_their_codes() -> None:
+    gbnf = r"""# "[ \u0022
+root ::= "\x41\u00e9\U0001F600\u0022\x5C\u000a\\u0041" x
+x ::= [\u03b1-\u03C9\x5D\u005e\u002D]+ # [
+"""
+    grammar = check(StructuredOutputs(grammar=gbnf), TOKENIZER).grammar
+    matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
+    assert accepts(matcher, 'Aé😀"\\\n\\u0041λω]^-')
+    for other in ("b", "u", "3", "\\", "["):
+        assert not is_beginning(matcher, 'Aé😀"\\\n\\u0041' + other)
 
 
 TEXT = "hello world " * 10_000
@@ -131,10 +157,20 @@ def deep(num_levels: int, inner: dict[str, Any]) -> dict[str, Any]:
             "json: at #/items/anyOf/0: Unsatisfiable schema: minLength (5)",
         ),
         ({"json": deep(40, {"type": "objct"})}, "items/items/items: Invalid type: objct"),
-        ({"json": {"items": {"pattern": "(long)" * 200 + "("}}}, "json: at #/items: regex parse error: (long)"),
-        ({"json": {"items": {"pattern": "(long)" * 200 + "("}}}, "error: unclosed group"),
+        ({"json": {"items": {"pattern": "(long)" * 200 + "("}}}, "json: at #/items: regex parse error: unclosed group"),
+        ({"json": {"items": {"pattern": "a^b"}}}, "json: at #/items: regex parse error: anchors inside it, and word"),
         ({"json": {"items": {"type": "integer", "multipleOf": 982451653}}}, "json: at #/items: takes too much work to"),
-        ({"regex": "(long)" * 200 + "("}, "error: unclosed group"),
+        ({"json": {"pattern": "a.{500}", "maxLength": 3000}}, "json: at #: takes too much work to compile; make it"),
+        ({"json": {"oneOf": [{"maximum": 2}, {"minimum": 1}]}}, "match the same; use anyOf, or branches that exclude"),
+        (
+            {"json": {"items": {"$ref": "other.json#/x"}}},
+            "json: at #/items: other.json: only references within the schema (#/...) are followed",
+        ),
+        ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, 'json: at #: Unimplemented keys: ["not"]'),
+        ({"regex": "(long)" * 200 + "("}, "regex: unclosed group"),
+        ({"regex": "error: ("}, "regex: unclosed group"),
+        ({"regex": r"a\b c"}, "regex: anchors inside it, and word boundaries, are not supported; leave them out"),
+        ({"grammar": "start: x\nx: /(a/"}, "grammar: at 2(4): regex parse error: unclosed group"),
         ({"regex": "ab\\\\\\"}, "regex: incomplete escape sequence"),
         ({"json": False}, "json: at #: Unsatisfiable schema: schema is false"),
         ({"json": {"$ref": "#"}}, "json: at #: no finite value satisfies it"),
@@ -162,7 +198,10 @@ def deep(num_levels: int, inner: dict[str, Any]) -> dict[str, Any]:
         ),
         ({"json": {"$ref": "#/$defs/gone"}}, "does not exist"),
         ({"regex": "(a"}, "unclosed group"),
-        ({"regex": "a(?!b)"}, "look-around"),
+        (
+            {"regex": "a(?!b)"},
+            "regex: look-around, including look-ahead and look-behind, is not supported; use a class",
+        ),
         ({"grammar": "start: x"}, 'unknown name: "x"'),
         (
             {"json": {"properties": {"a": {"const": {"id": [2**60]}}}}},
@@ -171,6 +210,7 @@ def deep(num_levels: int, inner: dict[str, Any]) -> dict[str, Any]:
         ({"json": {"enum": [1, 2**53 + 1]}}, "json: at #/enum: integers beyond 2^53"),
         ({"json": {"maximum": 4, "exclusiveMaximum": True}}, "json: at #/exclusiveMaximum: must be a number"),
         ({"grammar": "root ::= x"}, "grammar: Rule 'x' not found"),
+        ({"grammar": '# a comment\nx ::= "a"'}, "grammar: a GBNF grammar needs a rule root"),
         ({"grammar": "root ::= ("}, "grammar: "),
         ({"grammar": "start: start"}, "no text satisfies it"),
         ({"grammar": "start: ("}, "grammar: "),
@@ -261,8 +301,105 @@ def test_keywords_that_mean_nothing_are_not_refused(grammars: Grammars) -> None:
     tag = {"begin": "<", "schema": wordy, "end": ">"}
     assert grammars.grammar(StructuredOutputs(structural_tag={"triggers": ["<"], "structures": [tag]}))
     for refused in ({"uniqueItems": True}, {"unevaluatedItems": False}):
-        with pytest.raises(InvalidRequest, match="Unimplemented keys"):
+        with pytest.raises(InvalidRequest, match=r"Unimplemented keys: .*; leave it out, and check it after parsing$"):
             grammars.grammar(StructuredOutputs(json={**item, **refused}))
+
+
+UNCHECKED_FORMATS = (
+    *("path", "binary", "password", "byte", "int32", "base64", "base64url", "regex", "ipvanyaddress", "ipv4network"),
+    *("uri-reference", "json-pointer", "idn-email", "uuid9", "no such format"),
+)
+
+
+def test_a_format_that_cannot_be_checked_is_a_remark() -> None:
+    for name in UNCHECKED_FORMATS:
+        schema = {"anyOf": [{"type": "string", "format": name, "maxLength": 3}, {"const": {"format": name}}]}
+        for value in ("", "a b", "é", "long", 5, {}, {"format": name}):
+            assert accepts_value(matcher_for(schema), value) == Draft202012Validator(schema).is_valid(value), name
+
+
+def test_a_version_of_a_uuid_is_checked() -> None:
+    assert not accepts_value(matcher_for({"type": "string", "format": "uuid4"}), "x")
+    for version in range(1, 9):
+        schema = {"properties": {"id": {"type": "string", "format": f"uuid{version}"}}}
+        for other in range(1, 9):
+            value = {"id": f"7d444840-9dc0-{other}1d1-b245-5ffdce74fad2"}
+            assert accepts_value(matcher_for(schema), value) == (other == version)
+            assert not accepts_value(matcher_for(schema), {"id": value["id"].replace("-b", "-3")})
+    own = matcher_for({"type": "string", "format": "uuid4", "pattern": "^7"})
+    assert accepts_value(own, "7d444840-9dc0-41d1-b245-5ffdce74fad2")
+    assert not accepts_value(own, "8d444840-9dc0-41d1-b245-5ffdce74fad2")
+
+
+NAMES = ["a", "b-c", "d.e f", 'q"uo\te', "é\n", "(^|$)*", "a\nb", "#&~-"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"enum": NAMES},
+        {"enum": NAMES[:2], "type": "string", "title": "Names"},
+        {"const": "d.e f"},
+        {"pattern": "^[ab]", "description": "the first letters"},
+        {"$ref": "#/$defs/names"},
+    ],
+    ids=str,
+)
+def test_a_map_with_names_of_one_pattern_has_no_others(names: dict[str, Any]) -> None:
+    one = {
+        "$defs": {"names": {"enum": NAMES[:2], "type": "string"}},
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": {"type": "integer"},
+        "minProperties": 1,
+        "maxProperties": 2,
+    }
+    for schema in (one, {"$defs": one["$defs"], "type": "array", "items": one}):
+        is_valid = Draft202012Validator(schema).is_valid
+        values = [{}, *({name: 1} for name in (*NAMES, "ab", "x", "", "d_e f")), {"a": 1, "b-c": 2}, {"a": "1"}, []]
+        for value in [[each] for each in values] if "items" in schema else values:
+            assert accepts_value(matcher_for(schema), value) == is_valid(value), value
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"maxLength": 5}, {"enum": ["a", 1]}, {"enum": []}, {"pattern": "a", "maxLength": 2}, {"$ref": "#/$defs/no"}],
+)
+def test_names_that_take_more_than_one_pattern_are_refused(names: dict[str, Any]) -> None:
+    assert "propertyNames" in checked({"type": "object", "propertyNames": names}).error
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "light blue"
+
+
+class UsualTypes(BaseModel):
+    version: UUID4
+    place: Path
+    pattern: re.Pattern[str]
+    address: IPvAnyAddress
+    secret: SecretStr
+    by_color: dict[Color, int]
+    by_word: dict[Literal["x", "y"], bool]
+    by_letters: dict[Annotated[str, Field(pattern="^[a-z]+$")], int]
+
+
+def test_usual_types_of_pydantic_have_a_grammar() -> None:
+    model = UsualTypes(
+        version=UUID("7d444840-9dc0-41d1-b245-5ffdce74fad2"),
+        place=Path("/a"),
+        pattern=re.compile("a+"),
+        address=IPv4Address("1.2.3.4"),
+        secret=SecretStr("b"),
+        by_color={Color.BLUE: 1},
+        by_word={"y": True},
+        by_letters={"ab": 3},
+    )
+    schema, value = UsualTypes.model_json_schema(), model.model_dump(mode="json")
+    Draft202012Validator(schema).validate(value)
+    assert accepts_value(matcher_for(schema), value)
+    assert not accepts_value(matcher_for(schema), {**value, "by_color": {"green": 1}})
 
 
 BOMBS: dict[str, dict[str, Any]] = {

@@ -33,6 +33,11 @@ def test_another_name_is_an_attribute_error() -> None:
             getattr(millrace, name)
 
 
+def test_a_name_of_vllm_is_answered_with_ours() -> None:
+    with pytest.raises(ImportError, match=r"^millrace has no GuidedDecodingParams; use StructuredOutputs, in struct"):
+        from millrace import GuidedDecodingParams  # type: ignore[attr-defined]  # noqa: F401
+
+
 @pytest.mark.parametrize("package", ["zmq", "transformers"])
 def test_without_the_engine_extra_the_error_says_what_to_install(package: str) -> None:
     ran = python("-c", f"import sys; sys.modules[{package!r}] = None; from millrace import Client, LLM")

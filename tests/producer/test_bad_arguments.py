@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -12,7 +13,15 @@ from typing import Any, cast
 import pytest
 from numpy import array, float64, int64, ndarray
 
-from millrace import AsyncClient, Client, GenerationRequest, InvalidRequest, MillraceError, SamplingParams
+from millrace import (
+    AsyncClient,
+    Client,
+    GenerationRequest,
+    InvalidRequest,
+    MillraceError,
+    SamplingParams,
+    StructuredOutputs,
+)
 from millrace.producer.options import SubmitOptions
 from millrace.producer.wire import parse_body
 
@@ -314,8 +323,9 @@ def test_a_name_of_another_job_queue_is_answered_with_ours(name: str, todo: str)
     [
         ("num_predict", "use max_tokens"),
         ("n_predict", "use max_tokens"),
-        ("format", "use structured_outputs, with json or json_object"),
-        ("grammar", "use structured_outputs"),
+        ("format", r'use structured_outputs=\{"json": \.\.\.\}'),
+        ("grammar", r'use structured_outputs=\{"grammar": \.\.\.\}'),
+        ("extra_body", "use its fields as fields of the request"),
         ("num_return_sequences", "use n"),
         ("do_sample", "use temperature=0 for greedy decoding"),
         ("options", "use its fields as fields of the request"),
@@ -328,6 +338,42 @@ def test_a_name_of_ollama_llamacpp_or_transformers_is_answered_with_ours(name: s
         Client("redis://127.0.0.1:1").submit("x", **cast(SubmitOptions, {name: 1}))
     with pytest.raises(InvalidRequest, match=rf"^{name}: is not a field of a request; {todo}$"):
         parse_body(b'{"prompt":"x","%s":1}' % name.encode())
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [
+        ("json", ["guided_json", "json_schema", "schema", "response_schema", "output_format", "text_format", "json"]),
+        ("json_object", ["guided_json_object", "json_object", "response_mime_type"]),
+        ("regex", ["guided_regex", "regex"]),
+        ("choice", ["guided_choice", "choice", "choices"]),
+    ],
+)
+def test_a_name_that_asks_for_a_form_is_answered_with_its_field(form: str, names: list[str]) -> None:
+    value = "True" if form == "json_object" else "..."
+    todo = re.escape(f'use structured_outputs={{"{form}": {value}}}')
+    of_sampling = re.escape(f'use SamplingParams(structured_outputs={{"{form}": {value}}})')
+    for name in names:
+        wrong: dict[str, Any] = {name: 1}
+        with pytest.raises(InvalidRequest, match=f"^{name}: is not an argument of submit; {todo}$"):
+            Client("redis://127.0.0.1:1").submit("x", **cast(SubmitOptions, wrong))
+        with pytest.raises(InvalidRequest, match=f"^{name}: is not a field of a request; {todo}$"):
+            parse_body(b'{"prompt":"x","%s":1}' % name.encode())
+        with pytest.raises(InvalidRequest, match=f"^{name}: is not an argument of SamplingParams; {todo}$"):
+            SamplingParams(**wrong)
+        with pytest.raises(InvalidRequest, match=f"^{name}: is not an argument of GenerationRequest; {of_sampling}$"):
+            GenerationRequest(prompt="x", **wrong)
+        if name != form:
+            with pytest.raises(InvalidRequest, match=f"^{name}: is not an argument of StructuredOutputs; use {form}$"):
+                StructuredOutputs(**wrong)
+
+
+def test_a_response_model_is_only_for_submit() -> None:
+    todo = r'only the client\'s submit takes it; use structured_outputs=\{"json": \.\.\.\}$'
+    with pytest.raises(InvalidRequest, match=f"^response_model: is not a field of a request; {todo}"):
+        parse_body(b'{"prompt":"x","response_model":{}}')
+    with pytest.raises(InvalidRequest, match=f"^response_model: is not an argument of SamplingParams; {todo}"):
+        SamplingParams(response_model=int)  # type: ignore[call-arg]
 
 
 def test_dates_and_durations_of_python_are_answered_with_their_seconds() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any
 
 import msgspec
+import pydantic
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, TypeAdapter
 
 from millrace import (
     CompletionOutput,
@@ -19,16 +21,24 @@ from millrace import (
     SamplingParams,
     StructuredOutputs,
 )
+from millrace.producer.openai_format import to_request
 from millrace.producer.options import build_request
 from millrace.producer.rq.payload import FUNCTION, read_submission
 from millrace.producer.structured import MAX_BYTES
 from millrace.producer.wire import canonical_body, parse_body
 from millrace.results.job import Timings
+from millrace.results.messages import JobError
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": [1, 2.0, None]}}, "required": ["b"]}
 COMPACT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"enum":[1,2.0,null]}},"required":["b"]}'
 TAG = {"structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}], "triggers": ["<f"]}
 COMPACT_TAG = '{"structures":[{"begin":"<f>","schema":{"type":"object"},"end":"</f>"}],"triggers":["<f"]}'
+
+BY_NAME = r'\{"type": "json_schema", "json_schema": \{"name": \.\.\., "schema": \.\.\.\}\}'
+
+
+class Mood(StrEnum):
+    GOOD = "good"
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -40,12 +50,18 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"json": SCHEMA}, "json", COMPACT),
         ({"json": COMPACT.replace(",", " ,\n ")}, "json", COMPACT),
+        (
+            {"json": {"type": "string", "schema": {}}},
+            "json",
+            '{"type":"string","schema":{}}',
+        ),
         ({"json": True}, "json", "true"),
         ({"json": "false"}, "json", "false"),
         ({"json": nested(64)}, "json", msgspec.json.encode(nested(64)).decode()),
         ({"json": {"enum": ["[" * 100]}}, "json", '{"enum":["' + "[" * 100 + '"]}'),
         ({"regex": "[0-9]+", "json_object": False}, "regex", "[0-9]+"),
         ({"choice": ["yes", "no", "yes"]}, "choice", ["yes", "no"]),
+        ({"choice": ("yes", "no")}, "choice", ["yes", "no"]),
         ({"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
         ({"json_object": True, "json": None}, "json_object", True),
         ({"structural_tag": TAG}, "structural_tag", COMPACT_TAG),
@@ -81,6 +97,18 @@ WRONG: list[tuple[Any, str]] = [
     ({"json": {"const": "x" * MAX_BYTES}}, r"json has \d+ bytes, at most 262144 are allowed"),
     ({"regex": "é" * MAX_BYTES}, "regex has 524288 bytes"),
     ({"regex": ""}, "regex must be a string that is not empty"),
+    ({"type": "object", "properties": {}}, r"'type' is none of .*; a schema goes into json: \{\"json\": \{\.\.\.\}\}$"),
+    ({"json_schema": {}}, "'json_schema' is none of .*; use json$"),
+    (
+        {"json": {"name": "x", "strict": True, "schema": SCHEMA}},
+        "json has a schema in schema.*; give the value of schema$",
+    ),
+    (
+        {"json": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "json has a schema in json_schema.*; give the val",
+    ),
+    ({"json": json.dumps({"name": "x", "description": "d", "schema": {}})}, "json has a schema in schema"),
+    ({"disable_any_whitespace": True}, ".*; outputs have no white space anyway; leave it out$"),
     ({"choice": []}, "choice must not be empty"),
     ({"choice": ["a", ""]}, "choice item 1 must be a string that is not empty"),
     ({"grammar": ""}, "grammar must be a string that is not empty"),
@@ -114,6 +142,8 @@ NOT_JSON: list[tuple[Any, str]] = [
     ({"regex": "\ud800"}, "regex cannot be encoded as UTF-8"),
     ({"regex": 5}, "regex must be a string"),
     ({"choice": "ab"}, "choice must be a list of strings"),
+    ({"choice": Mood}, r"choice must be .*; use \[each\.value for each in \.\.\.\]$"),
+    ({"choice": list(Mood)}, r"choice item 0 must be .*; use \[each\.value for each in \.\.\.\]$"),
     ({"json_object": 1}, "json_object must be true"),
 ]
 """Not from a body, or refused there with the decoder's message."""
@@ -149,6 +179,7 @@ def test_the_order_of_a_schemas_keys_is_part_of_the_request() -> None:
     [
         ({"type": "text"}, None),
         ({"type": "json_object"}, {"json_object": True}),
+        ({"type": "json_object", "json_schema": None}, {"json_object": True}),
         ({"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}, {"json": SCHEMA}),
         ({"type": "structural_tag", **TAG}, {"structural_tag": TAG}),
     ],
@@ -168,6 +199,25 @@ def test_a_response_format_becomes_structured_outputs(given: dict[str, Any], wan
         ("json_object", "must be an object, got 'json_object'"),
         ({}, "must be an object of the type text, json_object, json_schema or structural_tag, got {}"),
         ({"type": "xml"}, "must be an object of the type text"),
+        ({"type": []}, "must be an object of the type text"),
+        (
+            {"type": "json_object", "schema": SCHEMA},
+            f"'schema' does not belong to the type json_object; use {BY_NAME}$",
+        ),
+        (
+            {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+            f"'json_schema' does not belong .*; use {BY_NAME}$",
+        ),
+        ({"type": "json_object", "strict": True}, "'strict' does not belong to the type json_object; leave it out$"),
+        ({"type": "text", "schema": SCHEMA}, f"'schema' does not belong to the type text; use {BY_NAME}$"),
+        (
+            {"type": "json_schema", "name": "a", "schema": SCHEMA},
+            f"'name' does not belong .*; put name and schema into json_schema: {BY_NAME}$",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"name": "a", "schema": SCHEMA}}},
+            "json has a schema in schema, .*; give the value of schema$",
+        ),
         ({"type": "json_schema"}, "json_schema must be .* got None"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "json_schema must be "),
         ({"type": "json_schema", "json_schema": {"schema": 5}}, "json must be a JSON schema"),
@@ -177,6 +227,11 @@ def test_a_response_format_becomes_structured_outputs(given: dict[str, Any], wan
 def test_a_wrong_response_format_is_refused_by_its_name(given: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^response_format: {message}"):
         build_request("x", {"response_format": given})
+    chat = {"messages": [{"role": "user", "content": "x"}], "response_format": given}
+    with pytest.raises(InvalidRequest, match=f"^response_format: {message}"):
+        parse_body(msgspec.json.encode(chat))
+    with pytest.raises(InvalidRequest, match=f"^response_format: {message}"):
+        to_request("/v1/chat/completions", chat)
 
 
 def test_both_forms_together_are_refused() -> None:
@@ -269,6 +324,59 @@ def test_a_parsed_output_is_a_value_or_an_object_of_a_model() -> None:
     assert job(text).parsed(Answer) == Answer(city="Rome", people=3)
     assert job(text).parsed(Plain) == Plain("Rome", 3)
     assert job("<think>3?</think>" + text, content=text).parsed(Answer).people == 3
+
+
+WITH_MODELS: list[tuple[Any, str, Any]] = [
+    (list[Answer], '[{"city": "Rome", "people": 3}]', [Answer(city="Rome", people=3)]),
+    (Answer | None, '{"city": "Rome", "people": 3}', Answer(city="Rome", people=3)),
+    (dict[str, Answer], '{"a": {"city": "Rome", "people": 3}}', {"a": Answer(city="Rome", people=3)}),
+    (Annotated[int, Field(ge=3)], "3", 3),
+    (TypeAdapter(list[int]), "[3]", [3]),
+]
+
+
+@pytest.mark.parametrize(("model", "text", "value"), WITH_MODELS, ids=lambda value: str(value)[:40])
+def test_a_type_with_models_in_it_is_pydantics(model: Any, text: str, value: Any) -> None:
+    by_pydantic = model if isinstance(model, TypeAdapter) else TypeAdapter(model)
+    expected = {"json": by_pydantic.json_schema(), "given_as": "response_model"}
+    assert build_request("x", {"response_model": model}) == build_request("x", {"structured_outputs": expected})
+    assert job(text).parsed(model) == value
+    with pytest.raises(OutputNotParsed, match="validation error"):
+        job('"x"').parsed(model)
+
+
+@pydantic.dataclasses.dataclass
+class Positive:
+    number: Annotated[int, Field(gt=0)]
+
+
+def test_a_dataclass_of_pydantic_keeps_its_rules() -> None:
+    (form,) = [build_request("x", {"response_model": Positive}).sampling.structured_outputs]
+    assert form is not None and '"exclusiveMinimum":0' in form.json
+    assert job('{"number": 3}').parsed(Positive) == Positive(3)
+    with pytest.raises(OutputNotParsed, match="greater than 0"):
+        job('{"number": 0}').parsed(Positive)
+
+
+def test_other_types_are_decoded_without_pydantic() -> None:
+    assert job("[[3]]").parsed(list[tuple[int, ...]]) == [(3,)]
+    assert job('[{"city": "Rome", "people": 3}]').parsed(list[Plain]) == [Plain("Rome", 3)]
+
+
+def test_what_has_ended_an_output_is_in_the_error() -> None:
+    for stop_reason, what in (('"}', "stop string '\"}'"), (7, "stop token 7")):
+        cut = job('{"city": "Rome')
+        cut = msgspec.structs.replace(cut, outputs=[msgspec.structs.replace(cut.outputs[0], stop_reason=stop_reason)])
+        with pytest.raises(OutputNotParsed, match=f"^the {what} has ended the output: .*truncated$"):
+            cut.parsed()
+
+
+def test_the_error_of_a_job_that_has_failed_is_in_the_error() -> None:
+    failed = msgspec.structs.replace(job("", "error"), error=JobError(kind="invalid_request", message="json: at #: no"))
+    for one in (failed, msgspec.structs.replace(failed, outputs=[])):
+        with pytest.raises(OutputNotParsed, match=r"^job 'a' has failed: invalid_request: json: at #: no$") as caught:
+            one.parsed(Answer)
+        assert caught.value.finish_reason == "error"
 
 
 @pytest.mark.parametrize(

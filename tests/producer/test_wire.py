@@ -372,11 +372,16 @@ def test_a_body_has_at_most_so_many_numbers() -> None:
     ids = [1] * (MAX_COMMAS + 1)
     body = canonical_body(GenerationRequest(prompt_token_ids=ids))
     assert parse_body(body).prompt_token_ids == ids
-    rule = r"^body: has more than .* or 200,000 commas between values; shorten it$"
+    rule = r"^prompt_token_ids: has too many token ids; at most 200,000 are allowed, other numbers and fields included$"
     with pytest.raises(InvalidRequest, match=rule):
         parse_body(body.replace(b"[1", b"[1,1"))
     with pytest.raises(InvalidRequest, match=rule):
+        parse_body(b'{"prompt_token_ids" : [' + b"1," * 300_000)
+    with pytest.raises(InvalidRequest, match=rule):
         to_submission(GenerationRequest(prompt_token_ids=[*ids, 1]))
+    rule = r"^body: has more than .* or 200,000 commas between values; shorten it$"
+    with pytest.raises(InvalidRequest, match=rule):
+        parse_body(b'{"prompt_token_ids":[1],"meta":{"own":[' + b"1," * MAX_COMMAS + b"1]}}")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def test_a_form_of_the_output_reaches_the_request(
 
 def test_a_form_that_cannot_be_is_refused(millrace: Command, tmp_path: Path) -> None:
     (tmp_path / "schema").write_text("{")
-    assert "structured_outputs: json is not valid JSON" in millrace("submit", "x", "--schema", f"{tmp_path}/schema").err
+    broken = f"{tmp_path}/schema"
+    assert f"--schema: '{broken}' is not valid JSON" in millrace("submit", "x", "--schema", broken).err
     assert "--schema: cannot read" in millrace("submit", "x", "--schema", f"{tmp_path}/none").err
     assert "give exactly one of json, regex, " in millrace("submit", "x", "--regex", "a", "--json-object").err
 
@@ -141,6 +142,11 @@ def test_tokens_are_submitted_and_no_text_is_made(millrace: Command, engine: Eng
     assert (body["prompt_token_ids"], body["detokenize"], body["cache_salt"]) == ([1, 2], False, "acme")
     assert "prompt_token_ids: must be a list of integers" in millrace("submit", "--prompt-token-ids", "[1, -2]").err
     assert "not allowed with" in millrace("submit", "x", "--prompt-token-ids", "[1]").err
+    assert millrace("submit", "--prompt-token-ids", "-", stdin="[3,\n4]\n").status == 0
+    assert json.loads(engine.claim()[0].body)["prompt_token_ids"] == [3, 4]
+    ran = millrace("submit", "--prompt-token-ids", "-", stdin="3 4")
+    assert ran.status == 2
+    assert ran.err.startswith("millrace: stdin: must be a JSON list") and len(ran.err.splitlines()) == 1
 
 
 def test_what_an_engine_wrote_is_shown(millrace: Command, engine: EngineByHand) -> None:
@@ -387,6 +393,23 @@ def test_a_job_that_goes_on_while_jobs_are_listed_is_listed_once(
     assert rows == [("a", "running"), ("b", "finished")]
 
 
+def test_a_job_that_is_deleted_while_its_batch_is_listed_is_left_out(
+    millrace: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for job_id in ("a", "b", "c"):
+        millrace("submit", "x", "--id", job_id, "--batch", "one")
+    millrace("cancel", "b")
+    batch_jobs = Client.batch_jobs
+
+    def list_and_delete(client: Client, batch: str) -> dict[str, str]:
+        found = batch_jobs(client, batch)
+        millrace("delete", "b")
+        return found
+
+    monkeypatch.setattr(Client, "batch_jobs", list_and_delete)
+    assert [job["id"] for job in millrace("ls", "--batch", "one", "--json").json_lines()] == ["a", "c"]
+
+
 @pytest.mark.parametrize("id_length", [32, 128])
 def test_a_narrow_terminal_shows_whole_ids(
     id_length: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -625,6 +648,7 @@ def test_the_id_of_a_job_is_told_where_stdout_cannot_be_written(millrace: Comman
         (("stats",), ">&-", "stdout is closed"),
         (("submit", "-"), "<&-", "stdin is"),
         (("submit", "--file", "-"), "<&-", "stdin is"),
+        (("submit", "--prompt-token-ids", "-"), "<&-", "stdin is"),
     ],
 )
 def test_a_closed_stream_is_named(millrace: Command, verb: tuple[str, ...], closed: str, message: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.cli import main
-from millrace.cli.values import counted, integer, json_object, moment, number, seconds
+from millrace.cli import build_parser, main
+from millrace.cli.values import counted, integer, json_object, json_text, moment, number, seconds
 from tests.millrace.cli.command import Command, python
 
 
@@ -70,7 +71,9 @@ def test_a_job_waits_for_its_time_and_keeps_its_meta(millrace: Command) -> None:
     assert job["timings"]["due_ms"] == 4_102_444_800_000
 
 
-@pytest.mark.parametrize(("option", "value"), [("--run-at", "tomorrow"), ("--meta", "customer=7"), ("--tools", "nope")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--run-at", "tomorrow"), ("--meta", "customer=7"), ("--tools", "nope"), ("--schema", "{a")]
+)
 def test_the_option_at_fault_is_named(option: str, value: str) -> None:
     ran = python("-m", "millrace", "submit", "x", option, value)
     assert ran.status == 2
@@ -83,12 +86,39 @@ def test_an_empty_file_of_a_form_is_named() -> None:
     assert (ran.status, ran.err.partition(";")[0]) == (2, "millrace submit: argument --schema: '/dev/null' is empty")
 
 
+def test_a_schema_is_json_or_a_file_of_json(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(' {"type": "object"}\n')
+    assert json_text(str(file)) == file.read_text()
+    assert json_text(' {"type": "object"}') == ' {"type": "object"}'
+    assert build_parser().parse_args(["submit", "x", "--schema", '{"a": 1}']).form_json == '{"a": 1}'
+    assert build_parser().parse_args(["submit", "x", "--structural-tag", "{}"]).form_structural_tag == "{}"
+    with pytest.raises(ArgumentTypeError, match=r"^must be a JSON object, as .*, got '\{type'$"):
+        json_text("{type")
+    for text, wrong in (('{"type"', "is not valid JSON: Expecting ':'"), ("[" * 20_000, "is nested too deeply")):
+        file.write_text(text)
+        with pytest.raises(ArgumentTypeError, match=f"^'.*schema.json' {wrong}"):
+            json_text(str(file))
+
+
+@pytest.mark.parametrize("option", ["--regex", "--choice"])
+def test_the_option_of_an_empty_form_is_named(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["submit", "x", option, ""])
+    assert capsys.readouterr().err.startswith(f"millrace submit: argument {option}: must not be empty; see ")
+
+
 @pytest.mark.parametrize(
     ("argument", "rule"),
     [
         ("--max-token=5", "did you mean --max-tokens?"),
         ("--mesages", "did you mean --messages?"),
         ("--x", "leave it out"),
+        ("--guided-json={}", "use --schema"),
+        ("--guided-choice=a", "use --choice"),
+        ("--guided-regex=a", "use --regex"),
+        ("--response-format=a", "use --schema or --json-object"),
+        ("--structured-outputs=a", "use --schema or --json-object"),
     ],
 )
 def test_an_unknown_option_is_named_with_the_one_that_could_be_meant(

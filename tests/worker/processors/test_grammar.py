@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -312,7 +313,7 @@ def test_a_grammar_whose_masks_take_too_long_fails_and_no_other_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of its readings grows with the cube of the length. All sequences of a step wait for its masks."""
-    for name, limit_s in (("SLOW_MASKS_S", 0.0), ("MASK_S", 0.0005), ("MAX_EXCESS_S", 0.005)):
+    for name, limit_s in (("SLOW_S", 0.0005), ("MAX_EXCESS_S", 0.005)):
         monkeypatch.setattr(f"millrace.worker.grammars.{name}", limit_s)
     batch = Batch(path, seed=9)
     readings = 'start: a "the end"\na: /[^!]/ | a a | a a a\n'
@@ -327,6 +328,50 @@ def test_a_grammar_whose_masks_take_too_long_fails_and_no_other_one(
             break
     assert failed == [(0, "the form takes too much work here; make it simpler")]
     assert processors is not None and processors.failure(1) is None
+
+
+def let_each_call_take(call_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the clocks of threads. A token and its mask are two calls."""
+    clock = threading.local()
+
+    def thread_time() -> float:
+        clock.now_s = getattr(clock, "now_s", 0.0) + call_s
+        return float(clock.now_s)
+
+    monkeypatch.setattr("millrace.worker.grammars.time.thread_time", thread_time)
+
+
+def test_a_sequence_does_not_fail_for_the_work_of_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each token of 8 sequences takes 16 ms, and that of any later one."""
+    let_each_call_take(0.008, monkeypatch)
+    batch = Batch(path, seed=10)
+    for slots in (range(8), range(1)):
+        for slot in slots:
+            batch.add(slot, GRAMMAR, 1.0, [])
+        batch.run(list(slots), 60)
+        for slot in slots:
+            assert re.fullmatch(REGEX, batch.text(slot))
+
+
+def test_a_costly_sequence_fails_after_as_many_tokens_alone_as_beside_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_each_call_take(0.04, monkeypatch)
+    batch = Batch(path, seed=11)
+
+    def num_steps(slots: list[int]) -> int:
+        for slot in slots:
+            batch.add(slot, LLMatcher.grammar_from_regex("[a-z]{500}"), 1.0, [])
+        for number in range(500):
+            processors = batch.step(slots).processors
+            assert processors is not None
+            if failed := processors.rows_to_fail():
+                assert failed == slots
+                return number
+        raise AssertionError("none has failed")
+
+    num_steps([0])  # the masks are timed from here on
+    assert num_steps(list(range(8))) == num_steps([0]) > 10
 
 
 def sequence(grammar: str) -> NewSequence:
