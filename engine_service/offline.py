@@ -44,6 +44,7 @@ from millrace.engine_service.vllm_arguments import dtype_name, names_as_given, t
 from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer.checks import remedy
 from millrace.results.errors import shown
 
 logger = logging.getLogger("millrace.engine")
@@ -101,6 +102,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         chat_template: str | Path | None = None,
         dtype: Any = "auto",
+        quantization: str | None = None,
         device: str = "auto",
         executor: str = "auto",
         max_model_len: int | None = None,
@@ -451,7 +453,7 @@ def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
     for name, value in arguments.items():
         if value is not None and value not in _NEUTRAL.get(name, ()):
             is_of_sampling = name in SamplingParams.__struct_fields__
-            instead = f"give it in SamplingParams({name}=...)" if is_of_sampling else "leave it out"
+            instead = f"give it in SamplingParams({name}=...)" if is_of_sampling else remedy(name, ())
             raise InvalidRequest(name, f"is not supported by {method}; {instead}")
 
 

@@ -39,6 +39,7 @@ from millrace.executor.heap import release_freed_memory
 from millrace.executor.launch.external import die_with_rank_0
 from millrace.executor.model_names import unlisted_models
 from millrace.executor.phases import process_age_s, timed
+from millrace.executor.wire.messages import ModelFacts
 from millrace.results.connection import connect
 from millrace.results.errors import QueueError
 from millrace.results.outage import Outage
@@ -122,8 +123,8 @@ class _Process:
         die_with_rank_0()
         if self._fingerprint() != files:  # it may be that of other weights than the workers have
             raise EngineDead(f"model: the files in {self._path} changed while they were read; start the engine again")
-        self._model_fingerprint = f"{files}-{facts.dtype}-{facts.kv_cache_dtype}"
         config, template = self._config, tokenizer.chat_template
+        self._model_fingerprint = full_fingerprint(files, facts, config.quantization)
         form = output_format(template, config.tool_call_parser, config.reasoning_parser)
         logger.info("%s", describe(form, template))
         self._admission = Admission(
@@ -268,6 +269,13 @@ class _Serving:
         self._health.let_threads_end()
         self._inbox.stop()
         self._intake.stop()
+
+
+def full_fingerprint(files: str, facts: ModelFacts, quantization: str | None) -> str:
+    """Return what two engines have in common that continue each other's jobs. `files`: the fingerprint of the model's and
+    tokenizer's files."""
+    choices = quantization, facts.rope
+    return "-".join((files, facts.dtype, facts.kv_cache_dtype, *filter(None, choices)))
 
 
 def _max_open_jobs(config: ServeConfig) -> int:

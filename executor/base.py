@@ -193,7 +193,7 @@ class Executor(ABC):
         pool_mib = [num_blocks * facts.kv_bytes_per_block / 2**20 for facts in self._facts]
         ranks = [
             f"rank {rank}: {num_blocks:,} blocks x {facts.kv_bytes_per_block:,} bytes = {pool_mib[rank]:,.1f} MiB besides "
-            f"{facts.weight_bytes / 2**20:,.1f} MiB of weights, {num_fit[rank]:,} blocks fit ({budgets[rank]})"
+            f"{facts.weight_bytes / 2**20:,.1f} MiB of weights, budget {num_fit[rank]:,} blocks ({budgets[rank]})"
             for rank, facts in enumerate(self._facts)
         ]
         size = f"{self.facts.kv_layout.capacity_tokens(num_blocks - 1):,} tokens, {sum(pool_mib):,.1f} MiB"

@@ -11,7 +11,9 @@ from millrace.worker.host_memory import free_host_bytes, total_host_bytes
 logger = logging.getLogger("millrace.worker")
 
 USUAL_TOKENS = 512
-"""Tokens of a sequence for which the default pool on a CPU is sized."""
+"""Tokens of a usual sequence. The default pool on a CPU holds `max_num_seqs` of them."""
+NUM_LONGEST = 8
+"""Sequences of the greatest length that it holds at least."""
 FREE_MEMORY_SHARE = 0.25
 """Maximum share of the free host memory for the default pools of all ranks on a CPU."""
 
@@ -62,15 +64,21 @@ def num_host_blocks(config: WorkerConfig, facts: ModelFacts, device_type: str) -
     return num_blocks
 
 
-def host_pool_bytes(config: WorkerConfig, facts: ModelFacts, num_ranks: int) -> int:
-    """Return the bytes of this rank's pool on a CPU: enough for `max_num_seqs` sequences of USUAL_TOKENS, and at most
-    its part of FREE_MEMORY_SHARE, which the ranks divide."""
-    tokens_each = min(facts.max_model_len, USUAL_TOKENS)
-    wanted_blocks = max(
-        config.max_num_seqs * facts.kv_layout.num_blocks(tokens_each),
-        facts.kv_layout.num_blocks(facts.max_model_len),
-    )
-    return min((wanted_blocks + 1) * facts.kv_bytes_per_block, int(free_host_bytes() * FREE_MEMORY_SHARE / num_ranks))
+def host_pool_bytes(config: WorkerConfig, facts: ModelFacts, num_ranks: int) -> tuple[int, str]:
+    """Return the bytes of this rank's pool on a CPU, and what they are for: `max_num_seqs` sequences of USUAL_TOKENS, or
+    NUM_LONGEST of the greatest length if that is more, and at most this rank's part of FREE_MEMORY_SHARE."""
+    lengths = {
+        facts.max_model_len: min(NUM_LONGEST, config.max_num_seqs),
+        min(facts.max_model_len, USUAL_TOKENS): config.max_num_seqs,
+    }
+    wanted = {length: number * facts.kv_layout.num_blocks(length) for length, number in lengths.items()}
+    length = max(wanted, key=lambda each: wanted[each])
+    pool_bytes = (wanted[length] + 1) * facts.kv_bytes_per_block
+    purpose = f"{lengths[length]} sequences of {length} tokens"
+    most_bytes = int(free_host_bytes() * FREE_MEMORY_SHARE / num_ranks)
+    if pool_bytes <= most_bytes:
+        return pool_bytes, f"for {purpose}"
+    return most_bytes, f"{FREE_MEMORY_SHARE * 100:.0f} % of the free memory over all ranks, less than {purpose} need"
 
 
 def most_pool_bytes(config: WorkerConfig, facts: ModelFacts) -> int:

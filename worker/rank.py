@@ -100,8 +100,8 @@ class Rank:
             pool_bytes = self._config.kv_cache_memory_bytes
             self._pool_budget = f"kv_cache_memory_bytes is {_mib(pool_bytes)}"
         elif self._device.type == "cpu":
-            pool_bytes = host_pool_bytes(self._config, self._model.facts, self._topology.world_size)
-            self._pool_budget = f"{_mib(pool_bytes)} of host memory"
+            pool_bytes, purpose = host_pool_bytes(self._config, self._model.facts, self._topology.world_size)
+            self._pool_budget = f"{_mib(pool_bytes)} of host memory, {purpose}"
         else:
             pool_bytes = self._profile_gpu()
         num_blocks = num_blocks_within(pool_bytes, self._config, self._model.facts)

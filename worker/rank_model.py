@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from typing import Literal
 
 import torch
@@ -16,12 +17,15 @@ from millrace.executor.heap import release_freed_memory
 from millrace.executor.phases import timed
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.attention.interface import Attention
+from millrace.worker.errors import ConfigError
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.device import choose_operations
 from millrace.worker.fusion.fuse import FusionRejected, fuse
 from millrace.worker.fusion.operations import Operations, not_batch_invariant
 from millrace.worker.grammars import Grammars, load_tokenizer
+from millrace.worker.kernels.library import KERNEL_DTYPES
 from millrace.worker.kv_pool import KVPool, LayerSpec
+from millrace.worker.linear.choice import quantize
 from millrace.worker.linear.modules import use_packed_linear
 from millrace.worker.loading.checksum import check_unchanged, checksums
 from millrace.worker.loading.load import load_model
@@ -75,11 +79,28 @@ class RankModel:
         assert self._module is not None, "the weights are dropped"
         return self._module
 
+    @property
+    def _quantizes(self) -> bool:
+        return self._config.quantization == "int8"
+
     def load(self) -> None:
         """Read the weights and prepare them. Raises `ModelError` and `ConfigError`."""
+        if self._quantizes and self._device.type != "cpu":
+            raise ConfigError("quantization: int8 needs device cpu; leave it out")
         self._read()
+        if self._quantizes and self._dtype not in KERNEL_DTYPES:
+            name = str(self._dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"quantization: int8 needs dtype float32 or bfloat16, not {name}; choose one, or leave it out"
+            )
         batch_invariant = self._config.batch_invariant
-        operations = choose_operations(self.attention, self._dtype, self._device, batch_invariant=batch_invariant)
+        operations = choose_operations(
+            self.attention,
+            self._dtype,
+            self._device,
+            batch_invariant=batch_invariant,
+            quantizes=self._quantizes,
+        )
         if operations is not None:
             self._fuse(operations)
         if batch_invariant and self.decoder is None:
@@ -158,6 +179,9 @@ class RankModel:
 
     def _pack_modules(self) -> None:
         began_s = time.perf_counter()
-        counts = use_packed_linear(self.module, self._dtype)
+        layers = use_packed_linear(self.module, self._dtype)
+        if self._quantizes:
+            quantize(layers)
+        counts = Counter(layer.name for layer in layers)
         shown = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items()))
         logger.info("linear layers: %s; packed in %.2f s", shown or "none", time.perf_counter() - began_s)

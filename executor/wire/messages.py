@@ -44,6 +44,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """"auto" (cuda if there is a GPU; a restart keeps the choice), "cpu", "cuda" or "cuda:N"."""
     dtype: str = "auto"
     """"auto" (that of the checkpoint; float32 on a CPU that is slow with it), "float32", "bfloat16", "float16"."""
+    quantization: str | None = None
+    """"int8" rounds the weights of linear layers to 8 bits; only on a CPU."""
     attention: str = "auto"
     """"auto", "reference", "cpu" or "triton"."""
     enforce_eager: bool = False
@@ -106,6 +108,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = ""
     scores_prompts: bool = True
     """Whether the rank can compute log-probabilities of prompt tokens."""
+    rope: str = ""
+    """The set of rotary frequencies, "long" or "short", that max_model_len chooses of a model with longrope; one for each
+    layer type that has it, with a space between. Empty: there is no choice."""
 
 
 class Boot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -166,7 +171,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 
@@ -273,7 +278,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     token and yields the next one, until the sequence is in `finished` or `paused`, or has a row in another micro-batch. So
     the rows of a step are the decode rows that go on, in the order in which they began, then `rows`.
 
-    Order of work: drop `finished`, then `paused`, then `swap_out` and `swap_in` in the order given, then add `new` and
+    Order of work: `swap_out` and `swap_in` in the order given, then drop `finished`, then `paused`, then add `new` and
     `new_blocks`, then run the rows, then `copy`. Ranks run the steps in the order in which they were sent, so a plan may
     reuse the blocks of a sequence that an earlier step in flight still writes.
     """

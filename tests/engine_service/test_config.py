@@ -43,6 +43,10 @@ OPTIONS = [field.name for field in msgspec.structs.fields(ServeConfig)]
             r"unrecognized arguments: --threads 2: set the environment variable OMP_NUM_THREADS; see ",
         ),
         (("-ngl", "99"), r"unrecognized arguments: -ngl 99: all layers are on the device; use --device; see "),
+        (
+            ("--guided-decoding-backend", "x"),
+            r"unrecognized arguments: --guided-decoding-backend x: Millrace has one, llguidance; leave it out; see ",
+        ),
         (("--port", "80"), r"unrecognized arguments: --port 80: an engine .* has no HTTP API \(docs/web\.md\); see "),
         (("org/name", "-x"), r"unrecognized arguments: org/name -x; did you mean --model org/name\?; see "),
         (("--heartbeat", "nan"), r"heartbeat: must be 0\.2 to 604800, got nan"),

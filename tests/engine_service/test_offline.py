@@ -459,8 +459,13 @@ def test_vllms_name_for_torchrun_is_answered_with_what_to_run_instead() -> None:
 def test_an_unknown_argument_is_answered_with_the_similar_one() -> None:
     with pytest.raises(ConfigurationError, match=r"^max_modle_len: .*, got 5; did you mean max_model_len\?$"):
         LLM(TINY, max_modle_len=5)
-    with pytest.raises(ConfigurationError, match=r"^quantization: .*, got 'awq'; leave it out$"):
-        LLM(TINY, quantization="awq")
+    with pytest.raises(ConfigurationError, match=r"^enable_lora: .*, got True; leave it out$"):
+        LLM(TINY, enable_lora=True)
+    todo = r'use SamplingParams\(structured_outputs=\{"json": \.\.\.\}\)$'
+    with pytest.raises(ConfigurationError, match=f"^guided_json: .*; {todo}"):
+        LLM(TINY, guided_json={})
+    with pytest.raises(ConfigurationError, match=r"^structured_outputs_config: .*; leave it out$"):
+        LLM(TINY, structured_outputs_config={"backend": "auto", "reasoning_parser": "x"})
     with pytest.raises(ConfigurationError, match=r"^logprobs_mode: must be 'raw_logprobs', .* the model's own logits$"):
         LLM(TINY, logprobs_mode="processed_logprobs")
 
@@ -474,6 +479,8 @@ def test_arguments_of_vllm_that_change_nothing_are_taken() -> None:
         "logprobs_mode": "raw_logprobs",
         "enable_chunked_prefill": True,
         "distributed_executor_backend": "uni",
+        "guided_decoding_backend": "xgrammar",
+        "structured_outputs_config": {"backend": "auto"},
         "num_gpu_blocks_override": 64,
     }
     with LLM(model=str(TINY), device="cpu", **arguments) as llm:
@@ -870,6 +877,9 @@ def test_what_a_data_scientist_gives_is_taken_or_refused_clearly(llm: LLM) -> No
         InvalidRequest, match=r"max_tokens: is not supported by generate; give it in SamplingParams\(max_tokens=...\)"
     ):
         llm.generate("3 + 4 =", max_tokens=3)
+    todo = r'use SamplingParams\(structured_outputs=\{"json": \.\.\.\}\)$'
+    with pytest.raises(InvalidRequest, match=f"^guided_options_request: is not supported by generate; {todo}"):
+        llm.generate("3 + 4 =", guided_options_request={"guided_json": {}})
     (output,) = llm.generate("3 + 4 =", np.array([SamplingParams(max_tokens=3)]), use_tqdm=False)  # type: ignore[arg-type]
     row = output.to_dict()
     assert (row["prompt"], row["outputs"][0]["token_ids"]) == ("3 + 4 =", output.outputs[0].token_ids)

@@ -47,7 +47,7 @@ def test_the_smallest_rank_decides_the_number_of_blocks_and_is_logged_in_one_lin
         num_fit = 27 if rank == last_rank else 32
         assert (
             f"rank {rank}: 27 blocks x {(1 + rank) * 4} bytes = 0.0 MiB besides {1 + rank}.0 MiB of weights, "
-            f"{num_fit} blocks fit (set by the stub)"
+            f"budget {num_fit} blocks (set by the stub)"
         ) in line
 
 

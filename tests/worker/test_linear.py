@@ -6,6 +6,7 @@ import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,27 @@ from millrace.worker.linear.choice import pack_linear
 from millrace.worker.linear.modules import use_packed_linear
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear, TorchLinear
 from tests.worker.driver import Driver, start_worker
-from tests.worker.models import make_model
+from tests.worker.models import build_model, make_model
+from tests.worker.test_parity import MAX_TOKENS, check_against_transformers
+from tests.worker.test_parity import prompts as random_prompts
+
+LONGCAT: dict[str, Any] = {
+    "model_type": "longcat_flash",
+    "num_layers": 2,
+    "num_key_value_heads": 4,
+    "ffn_hidden_size": 128,
+    "expert_ffn_hidden_size": 32,
+    "n_routed_experts": 8,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 16,
+}
+"""Its router reads the weights of a linear layer. `head_dim` is that of the rotation."""
 
 
 @pytest.fixture
@@ -185,6 +206,20 @@ def test_a_model_generates_the_same_and_releases_its_weights_asleep(
     assert panels() is None
     monkeypatch.setattr(choice, "find_kernels", lambda: None)
     assert [request.output for request in Driver(start_worker(tmp_path), 1).run(prompts, 8)] == compiled
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_another_module_reads_stay_as_they_are(dtype: str, tmp_path: Path) -> None:
+    """Also if they are stored in bfloat16, and widened until they are packed."""
+    torch.manual_seed(0)  # experts keep their first weights
+    build_model("llama", **LONGCAT).to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    worker = start_worker(tmp_path, dtype="float32")
+    layers = [module for module in worker._model.module.modules() if type(module) is nn.Linear]
+    unpacked = {layer for layer in layers if layer.weight.dim() == 2}
+    assert unpacked == {layer.mlp.router.classifier for layer in worker._model.module.model.layers}
+    assert all(is_compiled(layer) for layer in layers)
+    check_against_transformers(tmp_path, Driver(worker, 1).run(random_prompts(1)[:4], MAX_TOKENS))
 
 
 def test_none_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

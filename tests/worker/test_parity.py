@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -152,10 +153,22 @@ def test_dynamic_rope_is_what_transformers_computes(tmp_path: Path) -> None:
     check_against_transformers(tmp_path, Driver(start_worker(tmp_path), seed=1).run(prompts(1), MAX_TOKENS))
 
 
-@pytest.mark.parametrize("max_model_len", [32, 128])
-def test_long_rope_does_not_let_a_sequence_depend_on_longer_ones(max_model_len: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("max_model_len", "chosen", "other"), [(32, "short", "more than 32"), (128, "long", "at most 32")]
+)
+@pytest.mark.parametrize("model_type", ["llama", "phimoe"])
+def test_long_rope_does_not_let_a_sequence_depend_on_longer_ones(
+    model_type: str, max_model_len: int, chosen: str, other: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """All have the frequencies that transformers would choose for a sequence of max_model_len tokens."""
-    make_model("llama", tmp_path, rope_parameters=LONG_ROPE)
+    torch.manual_seed(0)  # experts keep their first weights
+    rope = LONG_ROPE | ({"short_mscale": 1.1, "long_mscale": 1.4} if model_type == "phimoe" else {})
+    experts = {"num_local_experts": 4} if model_type == "phimoe" else {}
+    make_model("llama", tmp_path, model_type=model_type, rope_parameters=rope, **experts)
+    with caplog.at_level(logging.INFO):
+        assert start_worker(tmp_path, max_model_len=max_model_len)._model.facts.rope == chosen
+    line = f"all sequences have its {chosen} factors, since max_model_len is {max_model_len}; {other} chooses the "
+    assert caplog.text.count(line) == 1
     given = [prompt for prompt in prompts(1) if len(prompt) + MAX_TOKENS <= max_model_len]
     alone = Driver(start_worker(tmp_path, max_model_len=max_model_len), seed=1).run(given[:1], MAX_TOKENS)
     together = Driver(start_worker(tmp_path, max_model_len=max_model_len), seed=2).run(given, MAX_TOKENS)

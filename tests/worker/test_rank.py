@@ -282,6 +282,32 @@ def test_the_pool_is_sized_by_what_the_configuration_says(model: Path) -> None:
     assert blocks_of(model, max_num_seqs=8, max_model_len=20) == 8 * 2 + 1
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_tokens", "purpose"),
+    [
+        (2, 2 * 4096, "for 2 sequences of 4096 tokens"),
+        (8, 8 * 4096, "for 8 sequences of 4096 tokens"),
+        (63, 8 * 4096, "for 8 sequences of 4096 tokens"),
+        (65, 65 * 512, "for 65 sequences of 512 tokens"),
+    ],
+)
+def test_the_default_pool_holds_the_usual_sequences_and_some_of_the_longest(
+    max_num_seqs: int, num_tokens: int, purpose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("qwen2", tmp_path, max_position_embeddings=4096)
+    block_bytes = 16 * 3 * 2 * 2 * 16 * 4
+    worker = Rank(0, 1, 1, WorkerConfig(model=str(tmp_path), device="cpu", max_num_seqs=max_num_seqs))
+    worker.start(lambda _: None)
+    monkeypatch.setattr("millrace.worker.kv_budget.free_host_bytes", lambda: 1 << 34)
+    assert worker.determine_num_available_blocks()[0] == num_tokens // 16 + 1
+    assert worker.stats()["pool_budget"].endswith(f" MiB of host memory, {purpose}")
+    monkeypatch.setattr("millrace.worker.kv_budget.free_host_bytes", lambda: 400 * block_bytes)
+    assert worker.determine_num_available_blocks()[0] == 100
+    assert worker.stats()["pool_budget"].endswith(
+        f", 25 % of the free memory over all ranks, less than {purpose[4:]} need"
+    )
+
+
 def test_the_default_pool_leaves_most_of_the_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = 16 * 3 * 2 * 2 * 16 * 4
     monkeypatch.setattr("millrace.worker.kv_budget.free_host_bytes", lambda: 400 * block_bytes)

@@ -157,8 +157,7 @@ class FusedDecoder:
         if embedding is None:
             head = self._weights.head
             assert isinstance(head, CompiledLinear)
-            weights_dtype = head.weights.dtype
-            rows = hidden if weights_dtype == hidden.dtype else torch.empty_like(hidden, dtype=weights_dtype)
+            rows = hidden if head.row_dtype == hidden.dtype else torch.empty_like(hidden, dtype=head.row_dtype)
             head.weight_rows(input_ids, rows)
             if rows is not hidden:
                 hidden.copy_(rows)

@@ -36,16 +36,21 @@ from millrace.worker.triton_support import find_triton
 
 
 def choose_operations(
-    attention: Attention, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
+    quantizes: bool = False,
 ) -> Operations | None:
     """Return the fastest operations of the device, or None if the model's modules serve better, or if the attention is not
-    batch-invariant and has to be."""
+    batch-invariant and has to be. `quantizes`: weights are rounded to 8 bits; only on a CPU."""
     if device.type == "cuda":
         if batch_invariant and attention.name == "reference":
             return None
         return DeviceOperations(attention, dtype, device, find_row_kernels(), batch_invariant=batch_invariant)
     if isinstance(attention, CompiledAttention) and dtype in KERNEL_DTYPES:
-        return CompiledOperations(attention.kernels, dtype, batch_invariant=batch_invariant)
+        return CompiledOperations(attention.kernels, dtype, batch_invariant=batch_invariant, quantizes=quantizes)
     return None
 
 
@@ -114,6 +119,9 @@ class DeviceOperations:
     def prepare_module(self, module: nn.Module) -> None:
         if self._batch_invariant:
             raise not_batch_invariant(type(module).__name__)
+
+    def quantize_layers(self) -> None:
+        pass
 
     def prepare(self, batch: StepBatch) -> StepBatch:
         return batch

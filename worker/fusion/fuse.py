@@ -78,6 +78,7 @@ def fuse(
         raise FusionRejected(f"the {what} of {name} differ by {difference:.2g} of their standard deviation")
     if device.type == "cuda":
         weights.waits = waits_for_device(decoder, batch, received)
+    operations.quantize_layers()  # not before: the numbers would differ by the rounding
     weights.release_buffers()
     model.register_module("fused", operations.tensors)
     logger.info(

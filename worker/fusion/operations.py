@@ -21,7 +21,7 @@ from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.rows import GatedActivation, RowNorm
 from millrace.worker.kv_pool import LayerCache
-from millrace.worker.linear.choice import screen_argmax
+from millrace.worker.linear.choice import quantize, screen_argmax
 from millrace.worker.linear.modules import pack_modules, use_packed_linear
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear
 
@@ -74,6 +74,9 @@ class Operations(Protocol):
     def prepare_module(self, module: nn.Module) -> None:
         """Prepare a module that runs as it is. Raises `ConfigError` where the operations are batch-invariant."""
 
+    def quantize_layers(self) -> None:
+        """Round the weights of the layers, if these operations are made for that. Raises `ConfigError`."""
+
     def prepare(self, batch: StepBatch) -> Any:
         """Return what the attention of all layers of a step has in common."""
 
@@ -95,13 +98,21 @@ class CompiledOperations:
     mlp_tokens = 256  # so that the intermediate results stay in the CPU's cache
     splits_experts = True
 
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, *, batch_invariant: bool = False) -> None:
-        self._kernels, self._dtype, self._batch_invariant = kernels, dtype, batch_invariant
+    def __init__(
+        self, kernels: Kernels, dtype: torch.dtype, *, batch_invariant: bool = False, quantizes: bool = False
+    ) -> None:
+        self._kernels, self._dtype = kernels, dtype
+        self._batch_invariant, self._quantizes = batch_invariant, quantizes
+        self._layers: list[PackedLinear] = []
+        """Those that can be quantized."""
         self.workspace = Workspace(dtype, torch.device("cpu"))
         self.tensors = nn.ParameterList()
 
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
-        return pack_modules(modules, self._dtype, keeps=keeps, batch_invariant=self._batch_invariant)
+        layer = pack_modules(modules, self._dtype, keeps=keeps, batch_invariant=self._batch_invariant)
+        if not keeps:  # such as a router of experts: small, and the most sensitive
+            self._layers.append(layer)
+        return layer
 
     def for_few_rows(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> None:
         return None
@@ -116,7 +127,9 @@ class CompiledOperations:
         if embeds:
             assert embedding is not None
             embedding.weight = module.weight
-        screen_argmax(head)
+        self._layers.append(head)
+        if not self._quantizes:
+            screen_argmax(head)
         return head, None if embeds else embedding
 
     def norm(self, norm: Norm) -> RowNorm:
@@ -131,7 +144,11 @@ class CompiledOperations:
     def prepare_module(self, module: nn.Module) -> None:
         if self._batch_invariant:
             raise not_batch_invariant(type(module).__name__)
-        use_packed_linear(module, self._dtype)
+        self._layers += use_packed_linear(module, self._dtype)
+
+    def quantize_layers(self) -> None:
+        if self._quantizes:
+            quantize(self._layers)
 
     def prepare(self, batch: StepBatch) -> StepRows:
         return step_rows(self._kernels, batch)

@@ -144,6 +144,7 @@ def _read_decoder(model: PreTrainedModel, specs: list[LayerSpec], num_positions:
     _require(head is None or type(head) is nn.Linear, "its lm_head is no linear layer")
     _require(embedding is None or isinstance(own_part(embedding), nn.Embedding), "its embedding is no nn.Embedding")
     _require_unshared(model, embedding)
+    _require_unscaled_queries(model, num_positions)
     own_layers = [layer for layer in decoder.layers if not isinstance(layer, PPMissingLayer)]
     _require(len(own_layers) == len(specs), "it has layers without attention")
     tables: dict[str | None, Rotary] = {}
@@ -341,6 +342,15 @@ def _require_unshared(model: PreTrainedModel, embedding: Any) -> None:
     if embedding is not None:
         uses.pop(id(own_part(embedding).weight))
     _require(max(uses.values()) == 1, "its layers share weights")
+
+
+def _require_unscaled_queries(model: PreTrainedModel, num_positions: int) -> None:
+    """No query is scaled by its position. Ministral 3 does that from `original_max_position_embeddings` on; before, the
+    scale is exactly 1."""
+    rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("llama_4_scaling_beta"):
+        original = rope["original_max_position_embeddings"]
+        _require(num_positions <= original, f"it scales the queries of positions from {original} on")
 
 
 def _require(condition: bool, reason: str) -> None:

@@ -8,9 +8,9 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 19
+#define MILLRACE_KERNELS_VERSION 20
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, UINT8 = 2 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 enum { SILU = 0, GELU_TANH = 1 };
 
 /* The rows of one step. Shapes: R rows, T tokens of all rows one after the other, P blocks in a table row. */
@@ -72,9 +72,10 @@ struct linear {
     const uint8_t *allowed; /* [M, panels, PANEL_OUTPUTS / 8] and 8 bytes: a bit for each output; NULL: all are allowed */
     int64_t num_rows, accumulates, num_threads;
     const void *panels;
+    const float *weight_scales; /* of int8: for each output, up to whole panels: its weights are byte * scale */
     const float *bias;   /* [N], or NULL */
-    const void *rounded; /* for the argmax without bias: the panels in 8 bits, or NULL, */
-    const float *scales; /* for each panel: its weights are (byte - 128) * scale, */
+    const void *rounded; /* for the argmax without bias: the panels in int8, or NULL, */
+    const float *scales; /* for each panel: its weights are byte * scale, */
     const float *errors; /* and the most that its outputs differ then, for inputs of length 1 in 15 bits */
     int64_t num_outputs, num_inputs;
     int64_t weight_dtype, input_dtype, output_dtype; /* sums are float32 */
@@ -103,8 +104,9 @@ struct gate {
 struct packing {
     void *weights;
     void *panels;
+    float *scales;             /* the `weight_scales` of panels of int8, which pack fills; NULL: panels of the same dtype */
     const int64_t *output_ids; /* [N], for unpack */
-    int64_t first_output, num_outputs, num_inputs, dtype, num_threads;
+    int64_t first_output, num_outputs, num_inputs, dtype, num_threads; /* dtype: of the weights */
 };
 
 struct kernels {

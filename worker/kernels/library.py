@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 19
+VERSION = 20
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -26,7 +26,9 @@ VARIABLE = "MILLRACE_KERNELS"
 """Environment variable: "auto", an instruction set, or "none" for torch alone."""
 
 KERNEL_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""As in kernels.h."""
+"""As in kernels.h: what activations can have, and weights."""
+KERNEL_INT8 = 2
+"""Of weights."""
 
 _WITHOUT = "attention, sampling and linear layers on the CPU run through torch, which is slower"
 
@@ -76,7 +78,7 @@ class LinearCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input", "output", "peaks", "token_ids", "allowed")),
         *((name, ctypes.c_int64) for name in ("num_rows", "accumulates", "num_threads")),
-        *((name, ctypes.c_void_p) for name in ("panels", "bias", "rounded", "scales", "errors")),
+        *((name, ctypes.c_void_p) for name in ("panels", "weight_scales", "bias", "rounded", "scales", "errors")),
         *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs")),
         *((name, ctypes.c_int64) for name in ("weight_dtype", "input_dtype", "output_dtype")),
     )
@@ -105,7 +107,7 @@ class PackCall(ctypes.Structure):
     """`struct packing`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "panels", "output_ids")),
+        *((name, ctypes.c_void_p) for name in ("weights", "panels", "scales", "output_ids")),
         *((name, ctypes.c_int64) for name in ("first_output", "num_outputs", "num_inputs", "dtype", "num_threads")),
     )
 

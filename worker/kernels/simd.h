@@ -7,7 +7,8 @@
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
-typedef uint16_t vh __attribute__((vector_size(LANES * 4)));
+typedef int16_t vh __attribute__((vector_size(LANES * 4)));
+typedef int16_t vs __attribute__((vector_size(LANES * 2)));
 
 static inline vf load(const float *from)
 {
@@ -130,6 +131,18 @@ static inline vf v_tanh(vf x)
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 
+/* Exchange the second and the third lane of each four. */
+static inline vi swap_middle(vi v)
+{
+#if LANES == 16
+    return SHUFFLE(v, v, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#elif LANES == 8
+    return SHUFFLE(v, v, 0, 2, 1, 3, 4, 6, 5, 7);
+#else
+    return SHUFFLE(v, v, 0, 2, 1, 3);
+#endif
+}
+
 /* In groups of 2 * half lanes: the first half from `a`, the second from `b`. FROM chooses which half of theirs. */
 #define LANE(i, half, from) ((i) / (2 * (half)) * 2 * (half) + (i) % (half) + (from) + ((i) / (half) % 2) * LANES)
 #define LANES_4(i, half, from) LANE(i, half, from), LANE(i + 1, half, from), LANE(i + 2, half, from), LANE(i + 3, half, from)
@@ -197,6 +210,18 @@ static inline vf load_bf16(const uint16_t *from)
 #else
     return (vf)((vi){from[0], from[1], from[2], from[3]} << 16);
 #endif
+}
+
+/* Widen LANES numbers, or fewer and zeros. */
+static inline vf load_some(const void *from, int64_t offset, int64_t dtype, int64_t count)
+{
+    if (count < LANES) {
+        uint32_t some[LANES] = {0};
+        int64_t size = dtype == FLOAT32 ? 4 : 2;
+        memcpy(some, (const char *)from + offset * size, count * size);
+        return dtype == FLOAT32 ? load((const float *)some) : load_bf16((const uint16_t *)some);
+    }
+    return dtype == FLOAT32 ? load((const float *)from + offset) : load_bf16((const uint16_t *)from + offset);
 }
 
 /* Round to nearest, ties to even. A NaN stays one. */

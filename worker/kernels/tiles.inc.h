@@ -1,6 +1,6 @@
 /* The tile registers of AMX: how they are configured. */
 #if HAS_TILES
-enum { AMX_ROWS = 16, AMX_INPUTS = 32 };
+enum { AMX_ROWS = 16, AMX_INPUTS = 32, AMX_BYTES = 64 }; /* inputs of an instruction: bfloat16, int8 */
 
 static _Thread_local int64_t amx_rows; /* for which the registers are configured; 0: none */
 

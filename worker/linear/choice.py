@@ -6,7 +6,7 @@ Shapes: K inputs, N_i outputs of the i-th of several layers that become one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -25,6 +25,8 @@ COMPARED_ROWS, COMPARED_OUTPUTS = (1, 7, 40), 256
 LEAST_SCREENED_OUTPUTS = 4096
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Between a packed layer and torch, relative to the standard deviation of the results."""
+LARGEST_ROUNDED_DIFFERENCE = {torch.float32: 2e-3, torch.bfloat16: 0.05}
+"""The same for a quantized layer, which rounds its inputs, and torch with the rounded weights."""
 
 
 @torch.no_grad()
@@ -56,7 +58,7 @@ def pack_linear(
 
 def _pack(
     weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, output_dtype: torch.dtype | None
-) -> PackedLinear | None:
+) -> CompiledLinear | None:
     """Return a layer that is faster than torch's. None if there is none, or no memory for it."""
     kernels, weight_dtype = find_kernels(), weights[0].dtype
     if kernels is None or kernels.instruction_set == "generic" or not {weight_dtype, dtype} <= set(KERNEL_DTYPES):
@@ -74,6 +76,52 @@ def screen_argmax(head: PackedLinear) -> None:
     has_memory = 2 * head.num_outputs * head.num_inputs < free_host_bytes()  # half of it for what is rounded together
     if head.num_outputs >= LEAST_SCREENED_OUTPUTS and has_memory:
         head.screen_argmax()
+
+
+@torch.no_grad()
+def quantize(layers: Iterable[PackedLinear]) -> None:
+    """Round the weights of layers to 8 bits. The first layer of each shape is compared with torch. Raises `ConfigError`
+    where the compiled kernel does not compute a layer, and where it differs."""
+    seen: set[tuple[object, ...]] = set()
+    for layer in layers:
+        if not isinstance(layer, CompiledLinear):
+            raise ConfigError(
+                "quantization: torch computes linear layers here, and int8 needs the compiled kernels: leave it out"
+            )
+        key = layer.num_inputs, layer.num_outputs, layer.row_dtype
+        if key in seen:
+            layer.quantize()
+            continue
+        seen.add(key)
+        weights = [_rows(layer, first) for first in _ends(layer)]
+        layer.quantize()
+        rounded = [_rows(layer, first) for first in _ends(layer)]
+        is_close = all(map(_is_rounded, rounded, weights))
+        if not (is_close and all(_is_like_torch(layer, rounded, layer.bias, num_rows) for num_rows in COMPARED_ROWS)):
+            raise ConfigError(
+                f"quantization: the compiled kernel differs from torch in linear layers of {layer.num_inputs} inputs and "
+                f"{layer.num_outputs} outputs: leave it out"
+            )
+
+
+def _ends(layer: CompiledLinear) -> tuple[int, int]:
+    """Return the first of the outputs that are compared first, and of those that are compared last."""
+    return 0, max(0, layer.num_outputs - COMPARED_OUTPUTS)
+
+
+def _rows(layer: CompiledLinear, first: int) -> Tensor:  # [N, K]
+    """Return the weights of some outputs."""
+    output_ids = torch.arange(first, min(first + COMPARED_OUTPUTS, layer.num_outputs), device="cpu")
+    dtype = torch.float32 if layer.is_quantized else layer.row_dtype  # without another rounding
+    rows = torch.empty(len(output_ids), layer.num_inputs, dtype=dtype, device="cpu")
+    layer.weight_rows(output_ids, rows)
+    return rows
+
+
+def _is_rounded(rounded: Tensor, weights: Tensor) -> bool:
+    """Whether weights [N, K] differ from the exact ones by at most their spacing. Others than numbers are none of both."""
+    spacing = weights.float().abs().amax(dim=1, keepdim=True) / 127
+    return not bool(((rounded.float() - weights.float()).abs() > spacing).any())
 
 
 @cache
@@ -104,7 +152,7 @@ _accepted: dict[tuple[object, ...], bool] = {}
 """Results of the comparisons with torch, by shape."""
 
 
-def _is_accepted(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor | None) -> bool:
+def _is_accepted(packed: CompiledLinear, weights: Sequence[Tensor], bias: Tensor | None) -> bool:
     """Whether the first and the last outputs of a layer are those of torch. Each shape is compared once."""
     key = (packed.name, bias is None, packed.num_inputs, packed.num_outputs, packed.dtype, weights[0].dtype)
     if key not in _accepted:
@@ -117,13 +165,15 @@ def _is_accepted(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor |
     return _accepted[key]
 
 
-def _is_like_torch(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor | None, num_rows: int) -> bool:
+def _is_like_torch(packed: CompiledLinear, weights: Sequence[Tensor], bias: Tensor | None, num_rows: int) -> bool:
     generator, shape = torch.Generator().manual_seed(0), (num_rows, packed.num_inputs)
     inputs = torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(packed.dtype)
     outputs = packed.forward(inputs)
     first, last = weights[0][:COMPARED_OUTPUTS], weights[-1][-COMPARED_OUTPUTS:]
+    limit = (LARGEST_ROUNDED_DIFFERENCE if packed.is_quantized else LARGEST_DIFFERENCE)[packed.dtype]
     return all(
         _is_close(
+            limit,
             outputs[:, part],
             F.linear(inputs, weight.to(packed.dtype), None if bias is None else bias[part].to(packed.dtype)),
         )
@@ -131,6 +181,6 @@ def _is_like_torch(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor
     )
 
 
-def _is_close(outputs: Tensor, expected: Tensor) -> bool:
+def _is_close(limit: float, outputs: Tensor, expected: Tensor) -> bool:
     difference = (outputs.float() - expected.float()).abs().max()
-    return bool(difference <= LARGEST_DIFFERENCE[expected.dtype] * expected.float().square().mean().sqrt())
+    return bool(difference <= limit * expected.float().square().mean().sqrt())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -12,32 +10,36 @@ from millrace.worker.kernels.library import KERNEL_DTYPES
 from millrace.worker.linear.choice import join, join_biases, pack_linear
 from millrace.worker.linear.packed import PackedLinear, TorchLinear
 
+IS_READ = "_is_read"
+"""The attribute of a parameter that other code than the forward of its own layer reads, as the probe has seen."""
+
 
 @torch.no_grad()
-def use_packed_linear(model: nn.Module, dtype: torch.dtype) -> Counter[str]:
-    """Replace the forward of the model's linear layers, and their weights by packed ones. Return how many layers are
-    computed by what.
+def use_packed_linear(model: nn.Module, dtype: torch.dtype) -> list[PackedLinear]:
+    """Replace the forward of the model's linear layers, and their weights by packed ones. Return the layers that compute in
+    `dtype` now.
 
     `dtype`: of the activations. Modules of derived classes and modules with hooks are left alone. Weights that other
-    modules use as well (a tied head) keep their unpacked copy.
+    modules use as well (a tied head, or a router that multiplies by the weights of its layer) keep their unpacked copy.
     """
     shared = _shared_weights(model)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    kinds: Counter[str] = Counter()
+    layers: list[PackedLinear] = []
     for module in model.modules():
         if not _is_replaceable(module):
             continue
         assert isinstance(module, nn.Linear)
         # A float32 layer has float32 inputs in a bfloat16 model too, such as the router of experts.
         packed = pack_linear([module.weight], [module.bias], dtype=torch.promote_types(module.weight.dtype, dtype))
-        kinds[packed.name] += 1
+        if packed.dtype == dtype:
+            layers.append(packed)
         if isinstance(packed, TorchLinear):
             continue
         packed.keeps_large_outputs = module is head
         module.forward = packed.forward  # type: ignore[method-assign, assignment]
         if module.weight not in shared:
-            module.weight = nn.Parameter(packed.weights, requires_grad=False)
-    return kinds
+            module.weight = as_parameter(packed)
+    return layers
 
 
 def pack_modules(
@@ -55,10 +57,16 @@ def pack_modules(
     if not keeps:
         first, *others = linears
         if packed.weights is not first.weight:
-            first.weight = nn.Parameter(packed.weights, requires_grad=False)
+            first.weight = as_parameter(packed)
         for each in others:
             each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype, device="cpu"), requires_grad=False)
     return packed
+
+
+def as_parameter(layer: PackedLinear) -> nn.Parameter:
+    """Return the layer's weights. Both have the same tensor from now on, so that a change of its data is one of both."""
+    layer.weights = parameter = nn.Parameter(layer.weights, requires_grad=False)
+    return parameter
 
 
 def merge_modules(linears: list[nn.Linear], dtype: torch.dtype, kind: type[TorchLinear] = TorchLinear) -> PackedLinear:
@@ -76,11 +84,11 @@ def merge_modules(linears: list[nn.Linear], dtype: torch.dtype, kind: type[Torch
 
 
 def _shared_weights(model: nn.Module) -> set[Tensor]:
-    """Return the parameters that several modules use."""
+    """Return the parameters that several modules use: those of several modules, and those that another one reads."""
     found: set[Tensor] = set()
     shared: set[Tensor] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):
-        (shared if parameter in found else found).add(parameter)
+        (shared if parameter in found or hasattr(parameter, IS_READ) else found).add(parameter)
     return shared
 
 

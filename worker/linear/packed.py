@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.worker.kernels.library import KERNEL_DTYPES, Kernels, LinearCall, PackCall, check
+from millrace.worker.kernels.library import KERNEL_DTYPES, KERNEL_INT8, Kernels, LinearCall, PackCall, check
 
 LARGE_BYTES = 32 << 20
 """Memory of this size is always returned to the system when it is released."""
@@ -92,29 +92,34 @@ class CompiledLinear(PackedLinear):
         output_dtype: torch.dtype | None = None,
     ) -> None:
         """`dtype` is that of the weights if it is None, and `output_dtype` is `dtype`. All are float32 or bfloat16."""
-        dtype, weight_dtype = dtype or weights[0].dtype, weights[0].dtype
+        dtype = dtype or weights[0].dtype
         super().__init__(weights[0].shape[1], sum(map(len, weights)), dtype, output_dtype or dtype)
+        self.row_dtype = weights[0].dtype
+        """Dtype of `weight_rows`: that of the weights before they were packed."""
         self.weights = _to_panels(weights, self.num_outputs, kernels)
+        self._weight_scales: Tensor | None = None
         self.bias = None if bias is None else bias.float().contiguous()
         self._call = LinearCall(
             panels=self.weights.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
             num_outputs=self.num_outputs,
             num_inputs=self.num_inputs,
-            weight_dtype=KERNEL_DTYPES[weight_dtype],
+            weight_dtype=KERNEL_DTYPES[self.row_dtype],
             input_dtype=KERNEL_DTYPES[dtype],
             output_dtype=KERNEL_DTYPES[self.output_dtype],
         )
         self._reference = ctypes.byref(self._call)
         self._screen: tuple[Tensor, Tensor, Tensor] | None = None
-        self._linear, self._unpack = kernels.table.linear, kernels.table.unpack
+        self._linear, self._pack, self._unpack = kernels.table.linear, kernels.table.pack, kernels.table.unpack
 
     def screen_argmax(self) -> None:
         """Let `argmax` find from rounded weights and inputs the outputs that can be the largest, and compute only these
         exactly: the results are the same. Inputs are float32, and there is no bias. Takes a byte for each weight."""
-        assert self.bias is None
+        assert self.bias is None and not self.is_quantized
         num_panels, width, num_inputs = self.weights.shape[0], self.weights.shape[2], self.num_inputs
-        rounded = torch.empty(num_panels, -(-num_inputs // 4), width, dtype=torch.int32, device="cpu")  # of four bytes
+        rounded = torch.empty(
+            num_panels, _byte_lines(num_inputs), width, dtype=torch.int32, device="cpu"
+        )  # of four bytes
         scales, errors = torch.empty(2, num_panels, dtype=torch.float32, device="cpu").unbind()
         for first in range(0, num_panels, PANELS_AT_A_TIME):
             part = slice(first, first + PANELS_AT_A_TIME)
@@ -122,14 +127,47 @@ class CompiledLinear(PackedLinear):
             scale = torch.maximum(weights.amax(dim=(1, 2)), -weights.amin(dim=(1, 2))).div_(127).add_(1e-36)
             scaled = weights.div(scale.view(-1, 1, 1))
             integers = scaled.round()
-            fours = F.pad(integers + 128, (0, 0, 0, -num_inputs % 4), value=128).int().unflatten(1, (-1, 4)).unbind(2)
-            rounded[part] = fours[0] | fours[1] << 8 | fours[2] << 16 | fours[3] << 24
+            fours = F.pad(integers, (0, 0, 0, 4 * rounded.shape[1] - num_inputs)).int().unflatten(1, (-1, 4)).unbind(2)
+            rounded[part] = fours[0] & 255 | (fours[1] & 255) << 8 | (fours[2] & 255) << 16 | fours[3] << 24
             length, difference = (each.square().sum(dim=1).amax(dim=1).sqrt() for each in (integers, scaled - integers))
             # Rounding changes inputs by at most 2^-15 of the largest one each, and a sum by 2^-24 for each input.
             difference += (length + difference) * (num_inputs**0.5 * 2.0**-15 + num_inputs * 2.0**-22)
             scales[part], errors[part] = scale, difference.mul_(scale).mul_(1.01).add_(1e-30)
         self._screen = rounded, scales, errors
         self._call.rounded, self._call.scales, self._call.errors = (each.data_ptr() for each in self._screen)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._weight_scales is not None
+
+    def quantize(self) -> None:
+        """Round the weights to 8 bits, with a scale for each output, in the same tensor. From now on inputs are rounded too,
+        to 15 bits of the largest one of their row."""
+        num_panels, _, width, _ = self.weights.shape
+        panels = torch.empty(num_panels, _byte_lines(self.num_inputs), width, 4, dtype=torch.int8, device="cpu")
+        panels[-1].zero_()  # the places that stay free
+        scales = torch.zeros(num_panels * width, dtype=torch.float32, device="cpu")
+        for output_ids in torch.arange(self.num_outputs, device="cpu").split(PANELS_AT_A_TIME * width):
+            rows = torch.empty(len(output_ids), self.num_inputs, dtype=self.row_dtype, device="cpu")
+            self.weight_rows(output_ids, rows)
+            self._pack(
+                ctypes.byref(
+                    PackCall(
+                        weights=rows.data_ptr(),
+                        panels=panels.data_ptr(),
+                        scales=scales.data_ptr(),
+                        first_output=int(output_ids[0]),
+                        num_outputs=len(rows),
+                        num_inputs=self.num_inputs,
+                        dtype=KERNEL_DTYPES[self.row_dtype],
+                        num_threads=torch.get_num_threads(),
+                    )
+                )
+            )
+        self.weights.data, self._weight_scales, self._screen = panels, scales, None
+        self._call.panels, self._call.weight_scales = panels.data_ptr(), scales.data_ptr()
+        self._call.weight_dtype, self._call.rounded = KERNEL_INT8, None
+        self.name = "compiled kernel, int8"
 
     def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
         call = self._call
@@ -139,17 +177,19 @@ class CompiledLinear(PackedLinear):
             check(-1)
 
     def weight_rows(self, output_ids: Tensor, rows: Tensor) -> None:  # [M], [M, K]
-        """Fill rows of the weights' dtype with the weights of some outputs, as they were before they were packed. The ids
-        (int64) and rows are contiguous and not checked."""
+        """Fill rows of `row_dtype` with the weights of some outputs, as they were before they were packed. Of a quantized
+        layer they are as they were rounded, and the rows may be float32 or bfloat16. The ids (int64) and rows are contiguous
+        and not checked."""
         self._unpack(
             ctypes.byref(
                 PackCall(
                     weights=rows.data_ptr(),
                     panels=self.weights.data_ptr(),
+                    scales=self._call.weight_scales,
                     output_ids=output_ids.data_ptr(),
                     num_outputs=len(output_ids),
                     num_inputs=self.num_inputs,
-                    dtype=KERNEL_DTYPES[self.weights.dtype],
+                    dtype=KERNEL_DTYPES[rows.dtype],
                     num_threads=torch.get_num_threads(),
                 )
             )
@@ -173,6 +213,11 @@ class CompiledLinear(PackedLinear):
         call.num_rows, call.num_threads = num_rows, torch.get_num_threads()
         check(self._linear(self._reference))
         return peaks, token_ids
+
+
+def _byte_lines(num_inputs: int) -> int:
+    """Lines of a panel in which a weight has a byte."""
+    return -(-num_inputs // 64) * 16
 
 
 def _to_panels(weights: Sequence[Tensor], num_outputs: int, kernels: Kernels) -> Tensor:

@@ -57,7 +57,7 @@ def keep_bfloat16(model: PreTrainedModel) -> None:
         if is_plain and module is embedding:
             _keep(module, _widened_embedding)
         elif type(module) is nn.Linear and (is_plain or module is not model.get_output_embeddings()):
-            _keep(module, _widened_linear)
+            _keep(module, widened_linear)
 
 
 def _keep(module: Any, forward: Callable[..., Tensor]) -> None:
@@ -65,7 +65,7 @@ def _keep(module: Any, forward: Callable[..., Tensor]) -> None:
     module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
 
 
-def _widened_linear(module: nn.Linear, dtype: torch.dtype, inputs: Tensor) -> Tensor:
+def widened_linear(module: nn.Linear, dtype: torch.dtype, inputs: Tensor) -> Tensor:
     """Computes the few steps of a check at load. After that the weights are packed."""
     return F.linear(inputs, module.weight.to(dtype), module.bias)
 

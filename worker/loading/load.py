@@ -28,7 +28,7 @@ from millrace.worker.loading.dtype import (
 )
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.part import ModelPart
-from millrace.worker.loading.probe import probe_layers, runs_head_alone
+from millrace.worker.loading.probe import check_windows, probe_layers, runs_head_alone
 from millrace.worker.loading.rope import fix_frequencies
 from millrace.worker.loading.weights import load_converted, load_weights, take_weights
 from millrace.worker.parallel.peers import Peers
@@ -79,9 +79,10 @@ def load_model(
                 model = _load_converted(model, part, weights_directory, topology, device, dtype)
             except OSError as error:  # it finds no weights by their usual names
                 raise difference from error
-    fix_frequencies(model, max_model_len)
+    rope = fix_frequencies(model, max_model_len)
     with timed(logger, "probe"):
         specs = _probe(model, part, peers)
+    check_windows(model_config, specs, max_model_len)
     part.check_layers(model, specs)
     attention = attention_for(attention, specs)
     plain = KVLayout(config.block_size, (None,), config.max_num_batched_tokens, max_model_len)
@@ -105,6 +106,7 @@ def load_model(
         kv_cache_dtype=str(kv_cache_dtype).removeprefix("torch."),
         kv_layout=kv_layout,
         scores_prompts=runs_head_alone(model),
+        rope=rope,
     )
     return LoadedModel(model, specs, facts, dtype, kv_cache_dtype, attention)
 

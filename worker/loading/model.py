@@ -50,6 +50,7 @@ def read_config(directory: Path) -> PretrainedConfig:
             raise unsupported(f"{directory} is a quantized checkpoint ({method})")
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         _check_architecture(config)
+        _check_yarn(raw, config)
         return config
     except ModelError:
         raise
@@ -74,15 +75,23 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     return model.to("meta").eval()  # type: ignore[arg-type]
 
 
-class _WithoutValues(TorchFunctionMode):
-    """Inside, `torch.empty` allocates no memory, and random values are not drawn, so modules get parameters without values.
-    Unlike on the meta device, all else is computed: many operations on meta tensors make torch import sympy."""
+class WithoutDraws(TorchFunctionMode):
+    """Inside, random values are not drawn: parameters keep what is in their memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if getattr(func, "__name__", "") in _DRAWS:
             return args[0] if args else options["tensor"]
-        return func(*args, **(options | {"device": "meta"} if func is torch.empty else options))
+        return func(*args, **options)
+
+
+class _WithoutValues(WithoutDraws):
+    """Inside, `torch.empty` allocates no memory either, so modules get parameters without values. Unlike on the meta device,
+    all else is computed: many operations on meta tensors make torch import sympy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = {"device": "meta"} if func is torch.empty else {}
+        return super().__torch_function__(func, types, args, (kwargs or {}) | device)
 
 
 def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int:
@@ -105,6 +114,8 @@ def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int
 def _yarn_positions(config: PretrainedConfig) -> int:
     """Return the positions that YaRN extends a model to, which config.json need not repeat. 0 without YaRN."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in rope:  # settings by layer type: other layers attend to a window, at any position
+        rope = rope["full_attention"] or {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
     if rope.get("rope_type") != "yarn" or not isinstance(factor, int | float) or not isinstance(original, int):
         return 0
@@ -143,6 +154,15 @@ def _check_code(directory: Path, raw: dict[str, Any]) -> None:
     raise ModelError(f'the installed transformers does not know model_type "{model_type}": update transformers')
 
 
+def _check_yarn(raw: dict[str, Any], config: PretrainedConfig) -> None:
+    """Warn of YaRN without the length that it extends: transformers takes max_position_embeddings for it, which may be the
+    extended one already."""
+    if "original_max_position_embeddings" not in str(raw) and (num_positions := _yarn_positions(config)):
+        original = config.max_position_embeddings
+        rule = f"if {original} is the extended length, set original_max_position_embeddings beside the factor of YaRN"
+        logger.warning("YaRN extends the %d positions of config.json to %d: %s", original, num_positions, rule)
+
+
 def _check_architecture(config: PretrainedConfig) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -163,7 +183,8 @@ def _check_architecture(config: PretrainedConfig) -> None:
 
 def _check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
-    if getattr(model, "_is_stateful", False):
+    # Of a class that can keep state, `_check_architecture` has refused the layers that do, if each has its type.
+    if getattr(model, "_is_stateful", False) and not getattr(model.config, "layer_types", None):
         raise unsupported(f"{name} keeps state besides keys and values")
     if not model.is_backend_compatible():
         raise _without_interface(name)

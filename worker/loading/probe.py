@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -21,6 +22,8 @@ from millrace.executor.wire.failures import is_interruption
 from millrace.worker.attention.interface import STEP_KEYWORD
 from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.linear.modules import IS_READ
+from millrace.worker.loading.dtype import widened_linear
 from millrace.worker.loading.rope import static_frequencies
 from millrace.worker.logprobs import head_logits
 from millrace.worker.parallel.stages import find_stage_input
@@ -33,15 +36,24 @@ SUPPORTED_OPTIONS = frozenset({"scaling", "sliding_window", "softcap"})
 IGNORED_OPTIONS = frozenset({"dropout", "position_ids", "position_embeddings", "is_causal"})
 """Some models pass these; they have no effect on causal attention in inference."""
 
+_OWN_FORWARDS = (nn.Linear.forward.__code__, widened_linear.__code__)
+_FACTS = (Tensor.dtype.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
+"""What packed weights have in common with those of the model."""
+
 
 class _WithoutProducts(TorchFunctionMode):
-    """Inside, linear layers return zeros and keep the dtype of their weights: both would take most of the time."""
+    """Inside, linear layers return zeros and keep the dtype of their weights: both would take most of the time. Parameters
+    that others than the forward of a linear layer read are marked."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sys._getframe(1).f_code not in _OWN_FORWARDS and func not in _FACTS:
+            for each in (*args, *(kwargs or {}).values()):
+                if isinstance(each, nn.Parameter):
+                    setattr(each, IS_READ, True)
         if func is functional.linear:
             inputs, weight = args[:2]
             return inputs.new_zeros(*inputs.shape[:-1], weight.shape[0])
-        if func is Tensor.to and isinstance(args[0], torch.nn.Parameter) and args[0].dim() > 1:
+        if func is Tensor.to and isinstance(args[0], nn.Parameter) and args[0].dim() > 1:
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -52,9 +64,7 @@ class ProbeStep:
     def __init__(self) -> None:
         self.specs: dict[int, LayerSpec] = {}
 
-    def attend(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         name = type(module).__name__
         layer_index = getattr(module, "layer_idx", None)
         if not isinstance(layer_index, int) or layer_index in self.specs:
@@ -90,14 +100,33 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
         raise
     except Exception as error:  # a model's code may raise anything
         name = type(model).__name__
+        if isinstance(error, NotImplementedError) and model.device.type == "meta":
+            raise ModelError(
+                f"{name} cannot be divided, since its forward pass needs values: run it on one rank"
+            ) from error
         raise ModelError(f"{name} cannot be run with this config.json ({error}): copy the model again") from error
     expected = range(model.config.num_hidden_layers) if layers is None else layers
     specs = [probe.specs[index] for index in sorted(probe.specs)]
     if [spec.layer_index for spec in specs] != list(expected):
         count = f"{len(specs)} of the {len(expected)} layers"
         raise unsupported(f"{type(model).__name__} uses transformers' attention interface in {count} only")
-    _check_windows(model.config, specs)
     return specs
+
+
+def check_windows(config: Any, specs: list[LayerSpec], max_model_len: int) -> None:
+    """Refuse a sliding window that a model puts into its masks only: the attention calls have to name it, unless no sequence
+    is longer than the window."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if isinstance(window, int) and window >= max_model_len:
+        return
+    for spec in specs:
+        has_window = layer_types[spec.layer_index] == "sliding_attention" if layer_types else window is not None
+        if has_window and spec.sliding_window is None:
+            what = f"layer {spec.layer_index} of {config.model_type} does not pass its sliding window"
+            if not isinstance(window, int) or window < 2:
+                raise unsupported(what)
+            raise ModelError(f"{what} of {window} tokens: set max_model_len to {window} or less")
 
 
 def runs_head_alone(model: PreTrainedModel) -> bool:
@@ -145,13 +174,3 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
     unknown = used - IGNORED_OPTIONS - SUPPORTED_OPTIONS
     if unknown:
         raise unsupported(f"the attention of {name} uses {', '.join(sorted(unknown))}")
-
-
-def _check_windows(config: Any, specs: list[LayerSpec]) -> None:
-    """Refuse a sliding window that a model puts into its masks only: the attention calls have to name it."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    for spec in specs:
-        has_window = layer_types[spec.layer_index] == "sliding_attention" if layer_types else window is not None
-        if has_window and spec.sliding_window is None:
-            raise unsupported(f"layer {spec.layer_index} of {config.model_type} does not pass its sliding window")

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, WeightsDiffer
 from millrace.worker.loading.checkpoint import WeightFile
+from millrace.worker.loading.model import WithoutDraws
 from millrace.worker.loading.part import ModelPart
 
 logger = logging.getLogger("millrace.worker")
@@ -90,7 +91,8 @@ def load_converted(
     experts. Raises `WeightsDiffer` when they still do not fit."""
     loaded: Any
     info: dict[str, Any]
-    with _quiet_transformers(), torch.device("cpu"):  # the default device of the program may be another one
+    # The default device of the program may be another one. Values of missing tensors would take up to a minute.
+    with _quiet_transformers(), torch.device("cpu"), WithoutDraws():
         loaded, info = type(model).from_pretrained(  # type: ignore[misc]
             directory,
             config=model.config,

@@ -187,6 +187,29 @@ def test_a_model_that_computes_something_else_is_rejected_by_its_numbers(
     check_against_transformers(tmp_path, requests)
 
 
+@pytest.mark.parametrize(("max_model_len", "is_fused"), [(32, True), (33, False), (512, False)])
+def test_queries_that_are_scaled_by_position_are_left_to_the_modules(
+    max_model_len: int, is_fused: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in bfloat16, where the scale changes the logits less than the number format may."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+    rope |= {"llama_4_scaling_beta": 0.1}
+    overrides: dict[str, Any] = {
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "sliding_window": None,
+        "rope_parameters": rope,
+    }
+    make_model("llama", tmp_path, **overrides)
+    with caplog.at_level(logging.INFO):
+        worker = start_worker(tmp_path, dtype="bfloat16", max_model_len=max_model_len)
+    assert (worker._model.decoder is not None) == is_fused
+    assert ("which is slower: it scales the queries of positions from 32 on" in caplog.text) != is_fused
+    given = [prompt for prompt in prompts(1) if len(prompt) + MAX_TOKENS <= max_model_len]
+    worker = start_worker(tmp_path, max_model_len=max_model_len)
+    check_against_transformers(tmp_path, Driver(worker, seed=1).run(given, MAX_TOKENS))
+
+
 def test_the_other_attention_is_never_fused(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     assert start_worker(tmp_path, attention="reference")._model.decoder is None

@@ -187,9 +187,9 @@ def test_a_screened_argmax_computes_only_panels_that_can_have_it(kernels: Kernel
     assert packed._screen is not None
     rounded, _, errors = packed._screen
     errors.zero_()
-    rounded = rounded.view(torch.uint8).fill_(128)
+    rounded = rounded.view(torch.int8).zero_()
     width = kernels.table.panel_outputs
-    rounded[3] = 129  # now only this panel seems to have outputs that are not 0
+    rounded[3] = 1  # now only this panel seems to have outputs that are not 0
     inputs = inputs.abs()
     _, found = packed.argmax(inputs)
     assert torch.equal(found, 3 * width + packed.forward(inputs)[:, 3 * width : 4 * width].argmax(dim=1))
@@ -298,9 +298,7 @@ def test_a_rounded_output_differs_by_less_than_its_panels_error(kernels: Kernels
     packed.screen_argmax()
     assert packed._screen is not None
     rounded, scales, errors = packed._screen
-    integers = (
-        rounded.view(torch.uint8).unflatten(2, (-1, 4)).permute(0, 2, 1, 3).flatten(2)[..., :num_inputs].double() - 128
-    )
+    integers = rounded.view(torch.int8).unflatten(2, (-1, 4)).permute(0, 2, 1, 3).flatten(2)[..., :num_inputs].double()
     weights = (integers * scales.view(-1, 1, 1)).flatten(0, 1)[:500]
     for scale in (1e-3, 1.0, 1e4):
         inputs = make_inputs(8, linear).double() * scale
@@ -310,3 +308,115 @@ def test_a_rounded_output_differs_by_less_than_its_panels_error(kernels: Kernels
         bound = inputs.norm(dim=1, keepdim=True) * errors.double().repeat_interleave(rounded.shape[2])[:500]
         assert (difference < bound).all()
         assert (difference > bound / 1000).any()
+
+
+def quantize(linear: nn.Linear, kernels: Kernels, dtype: torch.dtype | None = None) -> CompiledLinear:
+    packed = pack(linear, kernels, dtype)
+    packed.quantize()
+    return packed
+
+
+def rounded_weights(weight: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    """The weights [N, K] as a quantized layer has them."""
+    rows = torch.empty(weight.shape)
+    packed = CompiledLinear([weight.float()], None, kernels)
+    packed.quantize()
+    packed.weight_rows(torch.arange(len(weight)), rows)
+    return rows
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantized_weights_are_multiples_of_a_scale_of_each_output(
+    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    linear = make_linear(shape, dtype)
+    linear.weight[shape[1] // 2] *= 1000
+    linear.weight[shape[1] // 3] = 0
+    rows = torch.empty(shape[1], shape[0], dtype=dtype)
+    packed = quantize(linear, kernels)
+    packed.weight_rows(torch.arange(shape[1]), rows)
+    assert packed.weights.dtype == torch.int8
+    spacing = linear.weight.double().abs().amax(dim=1, keepdim=True) / 127
+    difference = (rows.double() - linear.weight.double()).abs()
+    assert bool((difference <= spacing * (0.501 if dtype == torch.float32 else 1)).all())
+    exact = torch.empty(shape[1], shape[0])
+    packed.weight_rows(torch.arange(shape[1]), exact)
+    assert torch.equal(exact.to(dtype), rows)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_quantized_layer_is_one_of_the_rounded_weights(
+    kernels: Kernels, shape: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    weight_dtype, dtype = dtypes
+    try:
+        for num_rows in (1, 4, 7, 23, 300):
+            for bias in (True, False):
+                linear = make_linear(shape, weight_dtype, bias=bias)
+                packed, inputs = quantize(linear, kernels, dtype), make_inputs(num_rows, linear).to(dtype)
+                inputs[0, 0] *= 100  # the others of this row are rounded by as much more
+                weights = rounded_weights(linear.weight, kernels).double()
+                expected = F.linear(inputs.double(), weights, linear.bias.double() if bias else None)
+                largest = inputs.double().abs().amax(dim=1, keepdim=True) * weights.abs().amax()
+                rounding = expected.abs() * (2**-8 if dtype == torch.bfloat16 else 2**-20)
+                error = rounding + largest * shape[0] ** 0.5 * 2.0**-13
+                outputs = packed.forward(inputs)
+                assert outputs.dtype == dtype
+                assert bool(((outputs.double() - expected).abs() <= error).all())
+                before = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+                added = before.clone()
+                packed.into(inputs, added, accumulate=True)
+                error += (before.double() + expected).abs() * 2**-8
+                assert bool(((added.double() - before.double() - expected).abs() <= error).all())
+    finally:
+        torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantized_layer_has_the_same_bits_with_any_rows_and_any_instructions(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    linear = make_linear((1100, 50), dtype)
+    packed, inputs = quantize(linear, kernels), make_inputs(600, linear)
+    together = packed.forward(inputs)
+    for num_rows in (1, 2, 7, 8, 15, 16, 17, 64, 257):
+        assert torch.equal(packed.forward(inputs[600 - num_rows :]), together[600 - num_rows :]), num_rows
+    generic = quantize(linear, Kernels(kernels.library, "generic"))
+    assert torch.equal(generic.forward(inputs), together)
+
+
+@torch.inference_mode()
+def test_the_argmax_of_a_quantized_layer_is_that_of_its_outputs(kernels: Kernels) -> None:
+    for bias in (True, False):
+        linear = make_linear((100, 3001), bias=bias)
+        packed = quantize(linear, kernels)
+        for num_rows in (1, 5, 61):
+            inputs, masks = make_inputs(num_rows, linear), random_masks(num_rows, 3001, (0.0, 0.5, -1.0))
+            for chosen in (masks, None):
+                logits = packed.forward(inputs)
+                expected = sampling.argmax(kernels, masked(logits, masks) if chosen else logits)
+                for found, wanted in zip(packed.argmax(inputs, chosen), expected, strict=True):
+                    assert torch.equal(found, wanted)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_not_a_number_stays_in_the_row_and_the_output_of_a_quantized_layer(kernels: Kernels, wrong: float) -> None:
+    linear = make_linear((70, 60))
+    linear.weight[7, 3] = wrong
+    inputs = make_inputs(9, linear)
+    inputs[4, 69] = wrong
+    outputs = quantize(linear, kernels).forward(inputs)
+    assert outputs[4].isnan().all()
+    assert outputs[:, 7].isnan().all()
+    others = outputs[[0, 1, 2, 3, 5, 6, 7, 8]]
+    assert others[:, [i for i in range(60) if i != 7]].isfinite().all()

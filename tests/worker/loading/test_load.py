@@ -432,6 +432,32 @@ def test_yarn_extends_the_context_that_config_json_says(tmp_path: Path, caplog: 
     check_against_transformers(tmp_path, Driver(start_worker(tmp_path), seed=1).run(long, MAX_TOKENS))
 
 
+def test_yarn_of_the_layers_without_a_window_extends_the_context(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    rope = {"sliding_attention": yarn, "full_attention": default}
+    make_model("gemma3_text", tmp_path / "window", max_position_embeddings=64, rope_parameters=rope)
+    assert load(tmp_path / "window")[1].max_model_len == 64
+    rope = {"sliding_attention": default, "full_attention": yarn}
+    make_model("gemma3_text", tmp_path, max_position_embeddings=64, rope_parameters=rope)
+    assert load(tmp_path)[1].max_model_len == 256
+    long = [[(7 * index) % VOCAB_SIZE for index in range(200)]]
+    check_against_transformers(tmp_path, Driver(start_worker(tmp_path), seed=1).run(long, MAX_TOKENS))
+
+
+def test_yarn_without_the_length_that_it_extends_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    make_model("llama", tmp_path, max_position_embeddings=64, rope_parameters=yarn)
+    load(tmp_path)
+    assert "YaRN" not in caplog.text
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["rope_parameters"]["original_max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert load(tmp_path)[1].max_model_len == 256
+    rule = "if 64 is the extended length, set original_max_position_embeddings beside the factor of YaRN"
+    assert f"YaRN extends the 64 positions of config.json to 256: {rule}" in caplog.text
+
+
 def test_a_damaged_index_is_refused(llama: Path) -> None:
     (llama / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(ModelError, match=r"index\.json is damaged"):
@@ -442,6 +468,15 @@ def test_a_missing_tensor_is_named(llama: Path) -> None:
     edit_weights(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight; unexpected none"):
         load(llama)
+
+
+def test_no_values_are_drawn_for_missing_tensors(llama: Path) -> None:
+    """It takes up to a minute for the weights of a large model."""
+    save_file({"surprise": torch.ones(2, 2)}, llama / WEIGHTS, metadata={"format": "pt"})
+    state = torch.get_rng_state()
+    with pytest.raises(ModelError, match=r"missing .* and \d+ more; unexpected surprise"):
+        load(llama)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_extra_tensor_is_named(llama: Path) -> None:
@@ -498,6 +533,12 @@ def test_a_name_that_may_be_of_a_generator_is_no_reason_to_refuse(names: list[st
         ),
         ({"model_type": "bloom"}, "does not use transformers' attention interface"),
         ({"model_type": "mamba"}, "not supported"),
+        ({"model_type": "rwkv"}, "RwkvForCausalLM keeps state besides keys and values"),
+        ({"model_type": "granitemoehybrid"}, "granitemoehybrid has layers of kind linear_attention"),
+        (
+            {"model_type": "granitemoehybrid", "layers_block_type": ["attention", "mamba", "attention"]},
+            "granitemoehybrid has layers of kind linear_attention",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(llama: Path, changes: dict[str, Any], message: str) -> None:
@@ -527,6 +568,48 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
     build_model("llama", model_type="gpt_oss", rope_parameters=None, **sizes).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="attention of GptOssAttention uses s_aux"):
         load(tmp_path)
+
+
+ATTENTION_ONLY = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["attention"] * 3,
+    "shared_intermediate_size": 128,
+    "residual_multiplier": 0.5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "nope"},
+        {"num_local_experts": 0, "position_embedding_type": "rope"},
+    ],
+    ids=["rope", "nope", "dense"],
+)
+def test_a_class_that_can_keep_state_is_served_with_attention_layers_only(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)  # experts keep their first weights
+    make_model("llama", tmp_path, seed=2, rope_parameters=None, **ATTENTION_ONLY, **changes)
+    driver = Driver(start_worker(tmp_path), seed=1)
+    check_against_transformers(tmp_path, driver.run([*prompts(1), *prompts(1)[2:4]], MAX_TOKENS))
+    assert driver.num_forks > 0
+
+
+def test_a_window_in_masks_only_is_served_up_to_its_length(tmp_path: Path) -> None:
+    """PhiMoE does not pass its window to its attention."""
+    torch.manual_seed(0)  # experts keep their first weights
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    make_model("llama", tmp_path, model_type="phimoe", rope_parameters=None, sliding_window=48, **experts)
+    message = "layer 0 of phimoe does not pass its sliding window of 48 tokens: set max_model_len to 48 or less"
+    for max_model_len in (None, 49):
+        with pytest.raises(ModelError, match=message):
+            load(tmp_path, max_model_len=max_model_len)
+    driver = Driver(start_worker(tmp_path, max_model_len=48), seed=1)
+    given = [prompt for prompt in prompts(1) if len(prompt) + MAX_TOKENS <= 48]
+    check_against_transformers(tmp_path, driver.run(given, MAX_TOKENS))
 
 
 def test_unknown_options_are_refused(llama: Path) -> None:

@@ -23,6 +23,7 @@ from millrace.worker.loading.weights import load_weights
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.rank import Rank
 from tests.worker.models import CONFIGS, build_model, make_model
+from tests.worker.test_linear import LONGCAT
 
 CPU = torch.device("cpu")
 
@@ -144,6 +145,7 @@ def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Mon
             *(2, 1),
             'kv_a_proj_with_mqa of deepseek_v2 as "mla_kv_a_proj", which is not supported; use pipeline',
         ),
+        (LONGCAT, 2, 1, "cannot be divided, since its forward pass needs values: run it on one rank"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_what_works(
