@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -73,11 +73,16 @@ def _linear_cases() -> Iterator[Case]:
     for inputs, outputs, dtype_name in MATRICES:
         dtype = getattr(torch, dtype_name)
         layer = pack_linear([torch.randn(outputs, inputs).to(dtype)])
-        for num_rows in MATRIX_ROWS:
+        quantized = pack_linear([torch.randn(outputs, inputs).to(dtype)])
+        layers = [(layer, dtype_name)]
+        if isinstance(quantized, CompiledLinear):
+            quantized.quantize()
+            layers.append((quantized, f"{dtype_name}_int8"))
+        for num_rows, (layer, kind) in product(MATRIX_ROWS, layers):
             rows = torch.randn(num_rows, inputs).to(dtype)
-            name = f"linear_{num_rows}x{inputs}x{outputs}_{dtype_name}"
+            name = f"linear_{num_rows}x{inputs}x{outputs}_{kind}"
             if num_rows == 1:
-                yield name, "gb_per_s", inputs * outputs * dtype.itemsize, partial(layer.forward, rows)
+                yield name, "gb_per_s", inputs * outputs * layer.weights.itemsize, partial(layer.forward, rows)
             else:
                 yield name, "gflops", 2.0 * num_rows * inputs * outputs, partial(layer.forward, rows)
     num_rows, inputs = HEAD

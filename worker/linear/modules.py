@@ -84,7 +84,7 @@ def merge_modules(linears: list[nn.Linear], dtype: torch.dtype, kind: type[Torch
 
 
 def _shared_weights(model: nn.Module) -> set[Tensor]:
-    """Return the parameters that several modules use: those of several modules, and those that another one reads."""
+    """Return the parameters that several modules have, and those that another module reads."""
     found: set[Tensor] = set()
     shared: set[Tensor] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):
