@@ -1,8 +1,9 @@
 """Measures tokens per second of `LLM` without Redis, with the worker in a process of its own (`mp`) and in the same one
-(`uni`), in turns. `benchmarks.workloads` describes the workloads. `mp_int8` is W2 with weights in 8 bits, `mp_random` W1 with
-random sampling. `mp_quarter_pool` and `mp_quarter_pool_swap` have a quarter of the KV blocks that W1 needs, so sequences are
-preempted. The first one computes their keys and values again, the second one swaps them. W1-SCHEMAS, on request, compares
-free outputs with those that follow one JSON schema (`mp_schema`) and each one of 64 (`mp_64_schemas`), greedy and random.
+(`uni`), in turns. `benchmarks.workloads` describes the workloads. `mp_int8` is W2 with weights in 8 bits, `mp_random` is W1
+with random sampling. `mp_quarter_pool` and `mp_quarter_pool_swap` have a quarter of the KV blocks that W1 needs, so
+sequences are preempted. The first one computes their keys and values again, the second one swaps them. W1-SCHEMAS, on
+request, compares free outputs with those that follow one JSON schema (`mp_schema`) and each one of 64 (`mp_64_schemas`),
+greedy and random.
 
 `prefill_tokens` are the prompt tokens that were computed in a round, and `prefill_over_least` is their ratio to the prompts'
 tokens with what they share counted once. `roofline_share` is the ratio of the tokens per second to what the machine's
