@@ -27,12 +27,14 @@ FACTS = ModelFacts(
 @pytest.mark.parametrize(
     ("quantization", "rope", "expected"),
     [
-        ("none", "", "files-float32-bfloat16"),
-        ("none", "long", "files-float32-bfloat16-long"),
-        ("none", "short", "files-float32-bfloat16-short"),
+        (None, "", "files-float32-bfloat16"),
+        (None, "long", "files-float32-bfloat16-long"),
+        (None, "short", "files-float32-bfloat16-short"),
         ("int8", "", "files-float32-bfloat16-int8"),
         ("int8", "long", "files-float32-bfloat16-int8-long"),
     ],
 )
-def test_the_fingerprint_has_what_changes_the_tokens_of_a_model(quantization: str, rope: str, expected: str) -> None:
+def test_the_fingerprint_has_what_changes_the_tokens_of_a_model(
+    quantization: str | None, rope: str, expected: str
+) -> None:
     assert full_fingerprint("files", msgspec.structs.replace(FACTS, rope=rope), quantization) == expected
