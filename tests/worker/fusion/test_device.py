@@ -27,9 +27,7 @@ from tests.worker.test_parity import MAX_TOKENS, check_against_transformers, che
 
 @pytest.fixture(autouse=True)
 def operations_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(
-        attention: Attention, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
-    ) -> DeviceOperations:
+    def choose(attention: Attention, dtype: torch.dtype, device: torch.device, **options: Any) -> DeviceOperations:
         return DeviceOperations(attention, dtype, device, rows_torch)
 
     monkeypatch.setattr(rank_model, "choose_operations", choose)
