@@ -73,11 +73,15 @@ def test_a_quantized_model_is_the_same_after_a_sleep(level: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_quantized_layer_takes_half_the_memory_of_bfloat16(dtype: torch.dtype) -> None:
+def test_a_quantized_layer_takes_half_the_memory_of_bfloat16(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also one with bfloat16 weights that computes in float32, as on a CPU that does not multiply bfloat16."""
     weight = torch.randn(480, 4096).bfloat16()
     packed = pack_linear([weight], dtype=dtype)
-    quantize([packed])
+    with caplog.at_level("INFO"):
+        quantize([packed])
+    assert "the weights of 1 linear layers have 8 bits" in caplog.text
     assert isinstance(packed, CompiledLinear)
     assert (packed.is_quantized, 2 * packed.weights.nbytes) == (True, weight.nbytes)
 

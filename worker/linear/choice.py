@@ -6,7 +6,8 @@ Shapes: K inputs, N_i outputs of the i-th of several layers that become one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -79,9 +80,10 @@ def screen_argmax(head: PackedLinear) -> None:
 
 
 @torch.no_grad()
-def quantize(layers: Iterable[PackedLinear]) -> None:
+def quantize(layers: Sequence[PackedLinear]) -> None:
     """Round the weights of layers to 8 bits. The first layer of each shape is compared with torch. Raises `ConfigError`
     where the compiled kernel does not compute a layer, and where it differs."""
+    began_s = time.perf_counter()
     seen: set[tuple[object, ...]] = set()
     for layer in layers:
         if not isinstance(layer, CompiledLinear):
@@ -102,6 +104,8 @@ def quantize(layers: Iterable[PackedLinear]) -> None:
                 f"quantization: the compiled kernel differs from torch in linear layers of {layer.num_inputs} inputs and "
                 f"{layer.num_outputs} outputs: leave it out"
             )
+    seconds = time.perf_counter() - began_s
+    logger.info("quantization: the weights of %d linear layers have 8 bits, rounded in %.2f s", len(layers), seconds)
 
 
 def _ends(layer: CompiledLinear) -> tuple[int, int]:
