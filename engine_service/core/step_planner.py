@@ -94,17 +94,17 @@ class StepPlanner:
         ready = [each for each in self._running.ready.values() if run_ahead or not each.num_pending]
         self._try_rows((each for each in ready if each.num_uncomputed <= 1), step)
         prompts = [each for each in ready if each.num_uncomputed > 1]
-        longest = next((each.num_uncomputed for each in prompts if each.num_uncomputed > step.budget), None)
-        if longest is None:
+        most = next((each.num_uncomputed for each in prompts if each.num_uncomputed > step.budget), None)
+        if most is None:
             self._try_rows(prompts, step)
         else:
-            for_longest = step.budget - step.budget // 2
-            step.budget -= for_longest
-            self._try_rows((each for each in prompts if each.num_uncomputed < longest), step)
+            for_long = step.budget - step.budget // 2
+            step.budget -= for_long
+            self._try_rows((each for each in prompts if each.num_uncomputed < most), step)
             num_free, max_sequences = self._running.pool.num_free, self._max_num_seqs - len(self._running)
-            for_waiting = min(step.budget, self._waiting.num_tokens_to_admit(num_free, max_sequences, longest))
-            step.budget += for_longest - for_waiting
-            self._try_rows((each for each in prompts if each.num_uncomputed >= longest), step)
+            for_waiting = min(step.budget, self._waiting.num_tokens_to_admit(num_free, max_sequences, most))
+            step.budget += for_long - for_waiting
+            self._try_rows((each for each in prompts if each.num_uncomputed >= most), step)
             step.budget += for_waiting
         for sequence, _ in step.added:  # until here a row could be dropped again
             self._share_row(sequence, step)

@@ -147,8 +147,8 @@ class WaitingQueue:
         return len(head)
 
     def num_tokens_to_admit(self, num_free_blocks: int, max_sequences: int, fewer_than: int) -> int:
-        """Return the tokens of the first sequences that the free blocks can take, up to one that has not `fewer_than` that,
-        were nothing cached."""
+        """Return how many tokens the next sequences need to be admitted, were nothing cached: those that the free blocks can
+        take, up to the first one that needs `fewer_than` or more."""
         num_sequences = self.num_admissible(num_free_blocks, min(max_sequences, _MAX_LOOKAHEAD))
         counts = (sequence.num_uncomputed for sequence in islice(self._ready(), num_sequences))
         return sum(takewhile(lambda count: count < fewer_than, counts))

@@ -6,22 +6,7 @@ import msgspec
 import pytest
 
 from millrace.engine_service.process import full_fingerprint
-from millrace.executor.wire.kv_layout import KVLayout
-from millrace.executor.wire.messages import ModelFacts
-
-FACTS = ModelFacts(
-    architecture="Phi3ForCausalLM",
-    vocab_size=512,
-    max_model_len=128,
-    dtype="float32",
-    device="cpu",
-    attention="cpu",
-    num_parameters=1,
-    weight_bytes=4,
-    kv_bytes_per_block=64,
-    kv_layout=KVLayout(16, (None,), 2048, 128),
-    kv_cache_dtype="bfloat16",
-)
+from tests.engine_service.serving.test_admission import FACTS
 
 
 @pytest.mark.parametrize(
@@ -37,4 +22,5 @@ FACTS = ModelFacts(
 def test_the_fingerprint_has_what_changes_the_tokens_of_a_model(
     quantization: str | None, rope: str, expected: str
 ) -> None:
-    assert full_fingerprint("files", msgspec.structs.replace(FACTS, rope=rope), quantization) == expected
+    facts = msgspec.structs.replace(FACTS, kv_cache_dtype="bfloat16", rope=rope)
+    assert full_fingerprint("files", facts, quantization) == expected

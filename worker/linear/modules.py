@@ -64,7 +64,7 @@ def pack_modules(
 
 
 def as_parameter(layer: PackedLinear) -> nn.Parameter:
-    """Return the layer's weights. Both have the same tensor from now on, so that a change of its data is one of both."""
+    """Return a parameter for a module that is also the `weights` of the layer: `quantize` changes it for both."""
     layer.weights = parameter = nn.Parameter(layer.weights, requires_grad=False)
     return parameter
 

@@ -117,9 +117,8 @@ class CompiledLinear(PackedLinear):
         exactly: the results are the same. Inputs are float32, and there is no bias. Takes a byte for each weight."""
         assert self.bias is None and not self.is_quantized
         num_panels, width, num_inputs = self.weights.shape[0], self.weights.shape[2], self.num_inputs
-        rounded = torch.empty(
-            num_panels, _byte_lines(num_inputs), width, dtype=torch.int32, device="cpu"
-        )  # of four bytes
+        shape = num_panels, _byte_lines(num_inputs), width
+        rounded = torch.empty(shape, dtype=torch.int32, device="cpu")  # of four bytes
         scales, errors = torch.empty(2, num_panels, dtype=torch.float32, device="cpu").unbind()
         for first in range(0, num_panels, PANELS_AT_A_TIME):
             part = slice(first, first + PANELS_AT_A_TIME)
