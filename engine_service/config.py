@@ -70,7 +70,8 @@ _HELP = {
     "model": ("DIR_OR_ID", "directory with config.json and safetensors files, or a Hugging Face Hub id"),
     "revision": ("COMMIT", "commit, tag or branch of a Hub model (default: main); a commit never changes"),
     "served_model_name": ("NAME", "model name that jobs give (default: --model, or its last part)"),
-    "tokenizer": ("DIR", "directory of the tokenizer (default: the model's directory)"),
+    "adapter": ("DIR_OR_ID", "LoRA adapter that is merged into the model while it is loaded: directory or Hub id"),
+    "tokenizer": ("DIR", "directory of the tokenizer (default: that of --adapter if it has one, else the model's)"),
     "chat_template": ("FILE", "Jinja template that makes prompts of chats (default: the tokenizer's)"),
     "queue": ("NAME", "queue to take jobs from"),
     "redis": (
@@ -173,6 +174,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     revision: str | None = None
+    adapter: str | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
     device: str = "auto"
@@ -227,6 +229,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.structs.replace(
             shared,
             model=str(path),
+            weights=self.adapter,
             tokenizer=str(self.tokenizer_path) if self.tokenizer_path else None,
             eos_token_ids=eos_token_ids(path),
             kv_cache_memory_bytes=parse_bytes(self.kv_cache_memory),
@@ -425,7 +428,8 @@ def _check(name: str, value: Any) -> None:
         low, high = _RANGES[name]
         _require(low <= value <= high, name, f"must be {low:.15g} to {high:.15g}", value)
     if name in _CHOICES:
-        _require(value in _CHOICES[name], name, f"must be one of {', '.join(_CHOICES[name])}", value)
+        rule = " (leave it out for a checkpoint that is quantized)" if name == "quantization" else ""
+        _require(value in _CHOICES[name], name, f"must be one of {', '.join(_CHOICES[name])}{rule}", value)
 
 
 def _require(is_fine: bool, name: str, rule: str, value: object) -> None:

@@ -16,6 +16,7 @@ _PLACE_BYTES, _NUM_PLACES = 4096, 4
 """What `fingerprint` reads of a tensor: so many places of this size, evenly spaced. A smaller tensor is read as a whole."""
 _MAX_HEADER_BYTES = 100_000_000
 """Longer headers are invalid, as in safetensors."""
+_ADAPTER_FILE = "adapter_config.json"
 _GGUF_RULE = "is in GGUF, which is not supported; use the model's checkpoint in safetensors, in 16 bits"
 
 
@@ -29,26 +30,51 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
         raise ConfigurationError(f"model: {model} is a file; name the directory of a model")
     if os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
         if not os.path.isfile(os.path.join(path, "config.json")):
-            if os.path.isfile(os.path.join(path, "adapter_config.json")):
-                rule = "is a LoRA adapter (adapter_config.json); merge it into its base model, and name that"
-                raise ConfigurationError(f"model: {model} {rule}")
+            if os.path.isfile(os.path.join(path, _ADAPTER_FILE)):
+                base = _read_json(Path(path) / _ADAPTER_FILE).get("base_model_name_or_path") or "its base model"
+                raise ConfigurationError(
+                    f"model: {model} is a LoRA adapter ({_ADAPTER_FILE}); name {base}, and this directory as adapter"
+                )
             if any(Path(path).glob("*.gguf")):
                 raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
             raise ConfigurationError(f"model: {model} has no config.json; name the directory of a model")
         if revision is not None:
             raise ConfigurationError(f"revision: is of a hub id, and {model} is a directory; leave it out")
         return _without_pooling(model, Path(path).resolve())
-    if os.path.isabs(path) or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ConfigurationError(f"model: there is no directory {model}; use a directory or a hub id such as org/name")
+    found = _from_hub("model", model, revision)
+    if model.lower().endswith("gguf") and not any(found.glob("*.safetensors")):
+        raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
+    return _without_pooling(model, found)
+
+
+def resolve_adapter(adapter: str) -> Path:
+    """Return the directory of a LoRA adapter: `adapter` itself, or the local copy of a hub id."""
+    path = os.path.expanduser(adapter)
+    found = Path(path).resolve() if os.path.isdir(path) else _from_hub("adapter", adapter, None)
+    if not is_adapter(found):
+        raise ConfigurationError(f"adapter: {adapter} has no {_ADAPTER_FILE}; name the directory that peft has saved")
+    return found
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds an adapter, and no model."""
+    return (path / _ADAPTER_FILE).is_file() and not (path / "config.json").is_file()
+
+
+def _from_hub(option: str, name: str, revision: str | None) -> Path:
+    """Return the local copy of a hub id, which is downloaded if needed."""
+    if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ConfigurationError(
+            f"{option}: there is no directory {name}; use a directory or a hub id such as org/name"
+        )
     try:
         from huggingface_hub import snapshot_download
 
-        found = snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the hub's client raises its own and its transport's errors
-        raise ConfigurationError(f"model: {model} is no directory, and the hub does not return it: {error}") from error
-    if model.lower().endswith("gguf") and not any(Path(found).glob("*.safetensors")):
-        raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
-    return _without_pooling(model, Path(found))
+        raise ConfigurationError(
+            f"{option}: {name} is no directory, and the hub does not return it: {error}"
+        ) from error
 
 
 def _without_pooling(model: str, path: Path) -> Path:
@@ -101,9 +127,9 @@ def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_paralle
         raise ConfigurationError(reason)
 
 
-def fingerprint(path: Path, tokenizer_path: Path, template_file: str | None) -> str:
+def fingerprint(path: Path, tokenizer_path: Path, template_file: str | None, adapter: str | None = None) -> str:
     """Return a hash that is equal for engines with the same weights, tokenizer and chat template. With the same number
-    formats they can continue each other's generations.
+    formats they can continue each other's generations. `adapter`: its directory.
 
     It covers the configurations, the tokenizer and its templates, and of each weight file the header and a sample of each
     tensor. A file that can't be read counts as empty: whoever needs it reports that.
@@ -113,7 +139,10 @@ def fingerprint(path: Path, tokenizer_path: Path, template_file: str | None) -> 
     digest = hashlib.sha256()
     for file in (path / "config.json", path / "generation_config.json", *texts):
         digest.update(hashlib.sha256(_read(file)).digest())
-    for file in sorted(path.glob("*.safetensors")):
+    adapter_files = [] if adapter is None else sorted(Path(adapter).glob("*.safetensors"))
+    if adapter is not None:
+        digest.update(hashlib.sha256(_read(Path(adapter) / _ADAPTER_FILE)).digest())
+    for file in (*sorted(path.glob("*.safetensors")), *adapter_files):
         digest.update(file.name.encode() + _hash_of_sample(file))
     return digest.hexdigest()[:32]
 

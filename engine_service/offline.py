@@ -27,7 +27,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, cast
 
-from millrace.engine_service.build import build_executor
+from millrace.engine_service.build import build_executor, with_local_adapter
 from millrace.engine_service.chat.template import template_source
 from millrace.engine_service.config import EngineConfig, checked
 from millrace.engine_service.core.scheduler import SchedulerStats
@@ -35,7 +35,13 @@ from millrace.engine_service.deferred_signals import DeferredSignals
 from millrace.engine_service.engine import Engine, EngineMetrics
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
-from millrace.engine_service.model_files import default_sampling, eos_token_ids, resolve_model
+from millrace.engine_service.model_files import (
+    default_sampling,
+    eos_token_ids,
+    is_adapter,
+    resolve_adapter,
+    resolve_model,
+)
 from millrace.engine_service.prompts import as_list, as_params, as_prompts, as_request, number_in_errors
 from millrace.engine_service.request_output import GenerationFailed, RequestOutput, Times, output_of
 from millrace.engine_service.serving.admission import Admission
@@ -99,6 +105,7 @@ class LLM:
         model: str | Path,
         *,
         revision: str | None = None,
+        adapter: str | Path | None = None,
         tokenizer: str | Path | None = None,
         chat_template: str | Path | None = None,
         dtype: Any = "auto",
@@ -149,10 +156,11 @@ class LLM:
         if not isinstance(seed, int):
             raise ConfigurationError(f"seed: expected `int`, got `{type(seed).__name__}`")
         path = resolve_model(config.model, config.revision)
+        config = with_local_adapter(config)
         with names_as_given(vllm_arguments):
             ranks = build_executor(config, path, is_service=False)
         self._engine = Engine(ranks, config.for_scheduler())
-        self._model, self._path = config.model, path
+        self._model, self._weights = config.model, config.adapter or str(path)
         self._seeds = random.Random(seed)
         self._request_numbers = itertools.count()
         self._default_sampling = {} if vllm_arguments.get("generation_config") == "vllm" else default_sampling(path)
@@ -336,19 +344,20 @@ class LLM:
             self._engine.wake_up(tags)
 
     def reload_weights(self, path: str | Path | None = None) -> None:
-        """Read the weights again from the model's directory, or from `path`, another directory of a model with the same
-        shapes, as after a step of training. The tokenizer and the configuration stay. The `LLM` may sleep. Afterwards it is
-        awake, and has no cached prompts. Later sleeps and restarts of workers read the same directory.
+        """Read the weights again from where they came from, or from `path`, another directory of a model with the same
+        shapes, as after a step of training, or of a LoRA adapter for the model. The tokenizer and the configuration stay.
+        The `LLM` may sleep. Afterwards it is awake, and has no cached prompts. Later sleeps and restarts of workers read
+        the same directory.
 
         Raises `InvalidRequest` if there is no such directory, and `EngineError` if tensors are missing or have other shapes.
         Then it sleeps at level 2 until this method is called with a good directory.
         """
         try:
-            directory = self._path if path is None else resolve_model(str(path))
+            directory = self._weights if path is None else _resolve_weights(str(path))
         except ConfigurationError as error:
             raise InvalidRequest("path", str(error).removeprefix("model: ")) from error
         with self._in_use(), DeferredSignals():
-            self._engine.reload_weights(str(directory))
+            self._engine.reload_weights(directory)
 
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks of earlier prompts. The workers are not asked."""
@@ -455,6 +464,10 @@ def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
             is_of_sampling = name in SamplingParams.__struct_fields__
             instead = f"give it in SamplingParams({name}=...)" if is_of_sampling else remedy(name, ())
             raise InvalidRequest(name, f"is not supported by {method}; {instead}")
+
+
+def _resolve_weights(path: str) -> str:
+    return str(resolve_adapter(path) if is_adapter(Path(path).expanduser()) else resolve_model(path))
 
 
 def _load_tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:

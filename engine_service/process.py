@@ -138,7 +138,7 @@ class _Process:
         return self._admission
 
     def _fingerprint(self) -> str:
-        return fingerprint(self._path, self._tokenizer_path, self._config.chat_template)
+        return fingerprint(self._path, self._tokenizer_path, self._config.chat_template, self._config.adapter)
 
     def _serve(self, admission: Admission) -> bool:
         """Serve until `_Serving.run` returns. Return whether Redis has taken every write."""

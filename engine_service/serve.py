@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from millrace import __version__
-from millrace.engine_service.build import build_executor
+from millrace.engine_service.build import build_executor, with_local_adapter
 from millrace.engine_service.config import ServeConfig, parse
 from millrace.engine_service.errors import ConfigurationError, EngineDead, PortInUse
 from millrace.engine_service.model_files import resolve_model
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             _become_rank(config, arguments)
         logger.info("millrace %s", __version__)
         path = resolve_model(config.model, config.revision)
+        config = with_local_adapter(config)
         return _serve(config, path, build_executor(config, path, is_service=True, log_level=config.log_level))
     except (ConfigurationError, PortInUse, QueueError, EngineDead) as error:
         if "json" in (os.environ.get(FORMAT_VARIABLE), _format_asked_for(arguments)):

@@ -71,7 +71,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Arguments for what Millrace does not have, and the values that do not ask for it. None never does, also for arguments that
 are not named here, such as `code_revision` and `speculative_config`."""
-_REMEDIES = {"logprobs_mode": "log-probabilities are always those of the model's own logits"}
+_REMEDIES = {
+    "enable_lora": "name a LoRA adapter, which is merged into the model: adapter=DIR",
+    "logprobs_mode": "log-probabilities are always those of the model's own logits",
+}
 """By argument, where it is not "leave it out"."""
 
 

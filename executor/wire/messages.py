@@ -79,7 +79,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int] = []
     """With one of them, an output that follows a grammar ends."""
     weights: str | None = None
-    """A local directory with the safetensors files. None: that of the model."""
+    """A local directory with the safetensors files, or with a LoRA adapter for `model`. None: that of the model."""
 
 
 def output_rank(config: WorkerConfig) -> int:

@@ -15,6 +15,7 @@ from millrace import LLM, RequestOutput, SamplingParams
 from millrace.engine_service.errors import Asleep, EngineDead, EngineError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.producer import InvalidRequest
+from tests.worker.loading.test_adapter import QUERY, factors, of_layer, save_adapter
 from tests.worker.models import make_model
 
 PROMPT = list(range(10, 60))
@@ -99,6 +100,27 @@ def test_the_models_own_files_may_have_changed(tmp_path: Path, expected: list[tu
             llm.wake_up()
         llm.reload_weights()
         assert result(llm) == expected[1]
+
+
+def test_an_adapter_is_merged_at_the_start_and_another_one_later(
+    places: tuple[Path, Path], expected: list[tuple[list[int], Any]], tmp_path: Path
+) -> None:
+    weight = load_file(places[0] / "model.safetensors")[f"{QUERY}.weight"]
+    adapters = [tmp_path / "first", tmp_path / "second"]
+    for adapter in adapters:
+        save_adapter(adapter, of_layer(QUERY, *factors(weight)), lora_alpha=64)
+    with LLM(places[0], adapter=adapters[0], device="cpu", executor="uni") as llm:
+        first = result(llm)
+        llm.reload_weights(adapters[1])
+        second = result(llm)
+        llm.sleep(2)
+        llm.wake_up()
+        assert result(llm) == second
+        llm.reload_weights()
+        assert result(llm) == first
+        llm.reload_weights(places[1])
+        assert result(llm) == expected[1]
+    assert len({tuple(each[0]) for each in (first, second, *expected)}) == 4
 
 
 def test_wrong_files_are_named_and_good_ones_help(

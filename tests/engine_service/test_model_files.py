@@ -10,8 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from millrace.engine_service.build import with_local_adapter
+from millrace.engine_service.config import EngineConfig
 from millrace.engine_service.errors import ConfigurationError
-from millrace.engine_service.model_files import check_parallel_sizes, eos_token_ids, fingerprint, resolve_model
+from millrace.engine_service.model_files import (
+    check_parallel_sizes,
+    eos_token_ids,
+    fingerprint,
+    resolve_adapter,
+    resolve_model,
+)
 from tests.e2e.models import make_servable
 
 
@@ -82,6 +90,31 @@ def test_a_model_for_embeddings_is_refused_and_a_reranker_that_generates_is_not(
             resolve_model(model)
 
 
+def test_an_adapter_is_no_model_and_a_model_is_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    for adapter in (str(tmp_path), "org/name"):
+        with pytest.raises(ConfigurationError, match=r"^adapter: .* has no adapter_config\.json; name the directory"):
+            resolve_adapter(adapter)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(
+        ConfigurationError, match=r"is a LoRA adapter .*; name org/base, and this directory as adapter$"
+    ):
+        resolve_model(str(tmp_path))
+    assert resolve_adapter(str(tmp_path)) == resolve_adapter("org/name") == tmp_path
+    with pytest.raises(ConfigurationError, match=r"^adapter: there is no directory \./nowhere"):
+        resolve_adapter("./nowhere")
+
+
+@pytest.mark.parametrize(("has_own", "given"), [(True, None), (False, None), (True, "other")])
+def test_the_tokenizer_is_that_of_the_adapter_if_it_has_one(has_own: bool, given: str | None, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    if has_own:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    config = with_local_adapter(EngineConfig(model="m", adapter=str(tmp_path), tokenizer=given))
+    assert config.tokenizer == (given or (str(tmp_path) if has_own else None))
+    assert config.for_worker(tmp_path).weights == str(tmp_path)
+
+
 # --- the fingerprint ---
 
 
@@ -126,6 +159,14 @@ def test_texts_have_another_fingerprint_and_places_do_not(servable: Path, tmp_pa
         assert fingerprint(copied, copied, None) != before
         shutil.copy(servable / name, copied / name)
     assert fingerprint(copied, copied, None) == before
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    seen = {before}
+    for content, settings in ((1.0, "{}"), (2.0, "{}"), (2.0, '{"lora_alpha": 9}')):
+        save_file({"a": torch.tensor([content])}, adapter / "adapter_model.safetensors")
+        (adapter / "adapter_config.json").write_text(settings)
+        seen.add(fingerprint(servable, servable, None, str(adapter)))
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(

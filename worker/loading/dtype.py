@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from millrace.worker.errors import ModelError
 from millrace.worker.kernels.library import find_kernels, has_bfloat16
 from millrace.worker.kv_pool import FP8
-from millrace.worker.loading.checkpoint import MAPPED_DTYPES, open_weights
+from millrace.worker.loading.tensor_files import MAPPED_DTYPES, Source, StoredTensor
 
 logger = logging.getLogger("millrace.worker")
 
@@ -42,11 +41,12 @@ def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.
     return torch.float32
 
 
-def can_keep_bfloat16(dtype: torch.dtype, tensor_files: dict[str, Path], device: torch.device) -> bool:
+def can_keep_bfloat16(dtype: torch.dtype, weights: dict[str, Source], device: torch.device) -> bool:
     """Whether float32 layers keep weights that are stored in bfloat16. The numbers are the same, since the compiled kernel
     widens them on the way. They take half of the memory, and half of the time at few rows."""
     kernels = find_kernels() if device.type == "cpu" and dtype == torch.float32 else None
-    return kernels is not None and kernels.instruction_set != "generic" and _is_stored_in_bfloat16(tensor_files)
+    is_faster = kernels is not None and kernels.instruction_set != "generic"
+    return is_faster and all(tensor.dtype == "BF16" for tensor in weights.values())
 
 
 def keep_bfloat16(model: PreTrainedModel) -> None:
@@ -74,30 +74,25 @@ def _widened_embedding(module: nn.Embedding, dtype: torch.dtype, token_ids: Tens
     return F.embedding(token_ids, module.weight).to(dtype)
 
 
-def _is_stored_in_bfloat16(tensor_files: dict[str, Path]) -> bool:
-    for path in set(tensor_files.values()):
-        with open_weights(path) as file:
-            if any(file.get_slice(name).get_dtype() != "BF16" for name, own in tensor_files.items() if own == path):
-                return False
-    return True
-
-
 def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the number format of the KV pool. "auto" follows that of the activations, `dtype`."""
     return dtype if name == "auto" else {**DTYPES, "fp8": FP8}[name]
 
 
-def checkpoint_dtype(config: PretrainedConfig, tensor_files: dict[str, Path]) -> torch.dtype:
+def declared_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """Return the number format that config.json declares."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) and config.dtype in DTYPES.values() else None
+
+
+def checkpoint_dtype(config: PretrainedConfig, weights: dict[str, Source]) -> torch.dtype:
     """Return the number format that config.json declares, or else that of the first stored matrix."""
-    declared = config.dtype
-    if isinstance(declared, torch.dtype) and declared in DTYPES.values():
+    if (declared := declared_dtype(config)) is not None:
         return declared
-    for name, path in sorted(tensor_files.items()):
-        with open_weights(path) as file:
-            tensor = file.get_slice(name)
-            if len(tensor.get_shape()) > 1:
-                stored = tensor.get_dtype()
-                if (dtype := MAPPED_DTYPES.get(stored)) is None:
-                    raise ModelError(f"{name} in {path} is stored as {stored}: use a checkpoint in 16 or 32 bits")
-                return torch.float32 if dtype == torch.float64 else dtype
+    for name, tensor in sorted(weights.items()):
+        if isinstance(tensor, StoredTensor) and len(tensor.shape) > 1:
+            if (dtype := MAPPED_DTYPES.get(tensor.dtype)) is None:
+                raise ModelError(
+                    f"{name} in {tensor.path} is stored as {tensor.dtype}: use a checkpoint in 16 or 32 bits"
+                )
+            return torch.float32 if dtype == torch.float64 else dtype
     raise ModelError("the safetensors files hold no weight matrix: copy the model again")

@@ -24,12 +24,14 @@ from millrace.worker.loading.dtype import (
     checkpoint_dtype,
     choose_dtype,
     choose_kv_cache_dtype,
+    declared_dtype,
     keep_bfloat16,
 )
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import check_windows, probe_layers, runs_head_alone
 from millrace.worker.loading.rope import fix_frequencies
+from millrace.worker.loading.tensor_files import Source
 from millrace.worker.loading.weights import load_converted, load_weights, take_weights
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
@@ -60,25 +62,21 @@ def load_model(
     directory = Path(config.model)
     with timed(logger, "read config"):
         model_config = read_config(directory)
-    weights_directory = Path(config.weights or directory)
-    tensor_files = find_weights(weights_directory)
-    dtype = choose_dtype(config.dtype, checkpoint_dtype(model_config, tensor_files), device)
+    weights = find_weights(Path(config.weights or directory), declared_dtype(model_config), directory)
+    dtype = choose_dtype(config.dtype, checkpoint_dtype(model_config, weights), device)
     with timed(logger, "build modules"):
         model = build_empty(model_config, dtype)
-        if topology.world_size == 1 and can_keep_bfloat16(dtype, tensor_files, device):
+        if topology.world_size == 1 and can_keep_bfloat16(dtype, weights, device):
             logger.info("computing in float32, the weights of linear layers stay bfloat16 as they are stored")
             keep_bfloat16(model)
         part = ModelPart(model, topology)
     max_model_len = longest_sequence(model_config, config.max_model_len)
     with timed(logger, "read weights"):
         try:
-            load_weights(model, part, tensor_files, device)
+            load_weights(model, part, weights, device)
         except WeightsDiffer as difference:
             logger.info("transformers converts the checkpoint, because %s", difference)
-            try:
-                model = _load_converted(model, part, weights_directory, topology, device, dtype)
-            except OSError as error:  # it finds no weights by their usual names
-                raise difference from error
+            model = _load_converted(model, part, weights, topology, device, dtype)
     rope = fix_frequencies(model, max_model_len)
     with timed(logger, "probe"):
         specs = _probe(model, part, peers)
@@ -122,13 +120,13 @@ def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list
 def _load_converted(
     model: PreTrainedModel,
     part: ModelPart,
-    directory: Path,
+    weights: dict[str, Source],
     topology: Topology,
     device: torch.device,
     dtype: torch.dtype,
 ) -> PreTrainedModel:
     if topology.world_size == 1:
-        return load_converted(model, directory, device, dtype)
+        return load_converted(model, weights, device, dtype)
     logger.info("each rank converts the whole checkpoint in host memory and keeps its part")
-    take_weights(model, part, load_converted(model, directory, torch.device("cpu"), dtype), device)
+    take_weights(model, part, load_converted(model, weights, torch.device("cpu"), dtype), device)
     return model

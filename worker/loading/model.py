@@ -20,7 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, unsupported
-from millrace.worker.loading.checkpoint import ADAPTER_FILE
+from millrace.worker.loading.adapter import CONFIG_FILE
+from millrace.worker.loading.quantized import QUANTIZATION_KEYS, quantization_settings
 
 logger = logging.getLogger("millrace.worker")
 
@@ -42,13 +43,15 @@ def read_config(directory: Path) -> PretrainedConfig:
     raw = _read_config_json(directory)
     try:
         _check_code(directory, raw)
-        if (directory / ADAPTER_FILE).exists():
-            logger.warning("the LoRA adapter in %s is not used", directory)
-        if raw.get("quantization_config"):
-            settings = raw["quantization_config"]
-            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-            raise unsupported(f"{directory} is a quantized checkpoint ({method})")
+        if (directory / CONFIG_FILE).exists():
+            logger.warning("the LoRA adapter in %s is not used, since there is a whole model", directory)
+        if settings := quantization_settings(directory):
+            logger.info(
+                "the weights are quantized (%s): they are converted while they are loaded", settings["quant_method"]
+            )
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        for name in QUANTIZATION_KEYS & vars(config).keys():  # transformers would need the quantizer's own package
+            delattr(config, name)
         _check_architecture(config)
         _check_yarn(raw, config)
         return config

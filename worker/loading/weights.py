@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from transformers.utils import logging as transformers_logging
 
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, WeightsDiffer
-from millrace.worker.loading.checkpoint import WeightFile
 from millrace.worker.loading.model import WithoutDraws
 from millrace.worker.loading.part import ModelPart
+from millrace.worker.loading.tensor_files import Source, StoredTensor, WeightFiles
 
 logger = logging.getLogger("millrace.worker")
 
@@ -42,27 +41,32 @@ OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.masked_bias$")
 """Older checkpoints store these with each layer; now they are computed from the configuration, or constant."""
 
 
-def load_weights(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path], device: torch.device) -> None:
+def load_weights(model: PreTrainedModel, part: ModelPart, weights: dict[str, Source], device: torch.device) -> None:
     """Fill a meta model with this rank's part of the weights, in the dtype of its parameters. It is then ready to run.
-    Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors, else `ModelError`."""
-    sources = _on_this_rank(model, part, _match(model, part, tensor_files))
-    files = {path: WeightFile(path) for path in {tensor_files[source] for source in sources.values()}}
+    Raises `WeightsDiffer` when `weights` are not exactly the whole model's tensors, else `ModelError`."""
+    sources = {
+        target: weights[name] for target, name in _on_this_rank(model, part, _match(model, part, weights)).items()
+    }
+    files = WeightFiles()
     stored = {
-        target: _part_of(model, part, target, files[tensor_files[source]].tensor(source))
+        target: _part_of(model, part, target, files.read(source, device))
         for target, source in sources.items()
+        if isinstance(source, StoredTensor)
     }
     on_host = device.type == "cpu"
     mapped = {name for name, tensor in stored.items() if on_host and _can_stay_mapped(model, name, tensor)}
-    own = _allocate(model, stored.keys() - mapped, device)
-    copy_all([(own[name], stored[name]) for name in own], 1 if on_host else NUM_COPY_THREADS)
+    own = _allocate(model, sources.keys() - mapped, device)
+    copy_all([(own[name], stored[name]) for name in own if name in stored], 1 if on_host else NUM_COPY_THREADS)
+    for name in own.keys() - stored.keys():  # one at a time: they take more memory than their files
+        own[name].copy_(_part_of(model, part, name, files.read(sources[name], device)))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for name, tensor in (stored | own).items():
         _set(model, name, tensor)
     for name in mapped:
-        parameter = _declared(model, name)
-        unmapping = files[tensor_files[sources[name]]].unmapping(sources[name])
-        setattr(parameter, UNMAP, weakref.finalize(parameter, unmapping))
+        parameter, source = _declared(model, name), sources[name]
+        assert isinstance(source, StoredTensor)
+        setattr(parameter, UNMAP, weakref.finalize(parameter, files.of(source).unmapping(source.name)))
     _make_ready(model, set(sources), device)
 
 
@@ -84,22 +88,32 @@ def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel
     _make_ready(model, set(part.names), device)
 
 
+class _Lazy:
+    """What transformers takes for a tensor in a file: `lazy[...]` reads it."""
+
+    def __init__(self, files: WeightFiles, tensor: Source) -> None:
+        self._files, self._tensor = files, tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._files.read(self._tensor, torch.device("cpu"))[index]
+
+
 def load_converted(
-    model: PreTrainedModel, directory: Path, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel, weights: dict[str, Source], device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Load the same model with transformers, which renames and merges the tensors of some checkpoints, such as those of
     experts. Raises `WeightsDiffer` when they still do not fit."""
     loaded: Any
     info: dict[str, Any]
+    files = WeightFiles()
     # The default device of the program may be another one. Values of missing tensors would take up to a minute.
     with _quiet_transformers(), torch.device("cpu"), WithoutDraws():
         loaded, info = type(model).from_pretrained(  # type: ignore[misc]
-            directory,
+            None,
             config=model.config,
+            state_dict={name: _Lazy(files, tensor) for name, tensor in weights.items()},
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -123,13 +137,13 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _match(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path]) -> dict[str, str]:
+def _match(model: PreTrainedModel, part: ModelPart, weights: Iterable[str]) -> dict[str, str]:
     """Return the stored name of each tensor of the whole model. One tensor of a tied pair is enough."""
     expected = part.whole_names
     prefix = f"{model.base_model_prefix}."
     sources: dict[str, str] = {}
     unexpected: list[str] = []
-    for name in tensor_files:
+    for name in weights:
         target = name if name in expected else prefix + name
         if target in expected:
             sources[target] = name

@@ -28,7 +28,7 @@ from millrace.worker.fusion.operations import CompiledOperations
 from millrace.worker.kernels import rows_torch
 from millrace.worker.kernels.library import find_kernels, supported_instruction_sets
 from millrace.worker.loading import weights
-from millrace.worker.loading.checkpoint import WeightFile
+from millrace.worker.loading.tensor_files import WeightFile
 from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import VOCAB_SIZE, build_model, make_model
@@ -385,7 +385,7 @@ def test_other_files_than_weights_are_named(llama: Path) -> None:
         load(llama)
     (llama / WEIGHTS).rename(llama / "adapter_model.safetensors").write_bytes(content)
     (llama / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"is a LoRA adapter \(adapter_config\.json\): merge it"):
+    with pytest.raises(ModelError, match=r"is a LoRA adapter \(adapter_config\.json\): name its base model"):
         load(llama)
     (llama / "adapter_config.json").unlink()
     (llama / "adapter_model.safetensors").rename(llama / "model.gguf")
@@ -516,7 +516,7 @@ def test_a_name_that_may_be_of_a_generator_is_no_reason_to_refuse(names: list[st
         ({"model_type": None}, "config.json has no model_type: copy the model again"),
         ({"max_position_embeddings": 0}, "max_position_embeddings in config.json is 0"),
         ({"model_type": "gptj", "rotary_dim": 8}, "gptj does not use transformers' attention interface"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoint (gptq)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized checkpoint (hqq)"),
         ({"hidden_size": "many"}, "transformers cannot"),
         ({"model_type": ["llama"]}, "config.json (unhashable type"),
         ({"model_type": "grand", "auto_map": ["a.b"]}, "needs its own code (['a.b'])"),

@@ -15,10 +15,11 @@ from transformers import AutoConfig
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.worker.errors import ModelError, RendezvousError
 from millrace.worker.loading import weights
-from millrace.worker.loading.checkpoint import WeightFile, find_weights
+from millrace.worker.loading.checkpoint import find_weights
 from millrace.worker.loading.model import build_empty, read_config
 from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import probe_layers
+from millrace.worker.loading.tensor_files import WeightFile
 from millrace.worker.loading.weights import load_weights
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.rank import Rank

@@ -1,0 +1,222 @@
+"""Reads quantized checkpoints: finds the tensors that hold a quantized weight, and computes the weight from them.
+
+The weights are computed in float32 while the model is loaded, and rounded to its dtype, so the model runs as its 16-bit
+checkpoint would. Every format stores codes of a weight with scales, of one output, of a group of inputs, or of a block:
+
+    weight [outputs, inputs] = (code - zero point) * scale
+
+Sources: the code of compressed-tensors 0.20, AutoAWQ 0.2.9, GPTQModel 7.7, and transformers 5 (fp8).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.worker.errors import unsupported
+from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTensor
+
+QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
+"""What config.json may call its settings."""
+METHODS = frozenset({"awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt"})
+"""Values of `quant_method`."""
+_FORMATS = frozenset(
+    {
+        "float-quantized",
+        "int-quantized",
+        "mixed-precision",
+        "mxfp4-pack-quantized",
+        "mxfp8-quantized",
+        "naive-quantized",
+        "nvfp4-pack-quantized",
+        "pack-quantized",
+    }
+)
+"""Those of compressed-tensors."""
+_SCALES = ("weight_scale_inv", "weight_scale")
+"""Names of the scales of codes of one byte. Codes are multiplied by both: the first is the inverse of what divided."""
+_UNUSED = (".input_scale", ".input_global_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
+"""Ends of the names of tensors that belong to quantized activations or keys and values."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of 4 bits that NVFP4 and MXFP4 have, by code."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where a word of AWQ holds each of its 8 codes."""
+
+Parts = dict[str, Tensor]
+
+
+def quantization_settings(directory: Path) -> dict[str, Any] | None:
+    """Return what config.json says of quantized weights, if anything. Raises `ModelError` for what cannot be read."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        settings = next((config[name] for name in QUANTIZATION_KEYS if config.get(name)), None)
+    except (OSError, ValueError, AttributeError, RecursionError):  # weights to load again may have no config.json
+        return None
+    if not settings:
+        return None
+    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+    what = f"{directory} is a quantized checkpoint ({method})"
+    if not isinstance(settings, dict) or method not in METHODS:
+        raise unsupported(what)
+    form = settings.get("format", "mixed-precision")
+    if method == "compressed-tensors" and (form not in _FORMATS or settings.get("transform_config")):
+        raise unsupported(f"{what} in the format {form}" + " with transforms" * bool(settings.get("transform_config")))
+    if method == "awq" and (settings.get("bits"), str(settings.get("version", "gemm")).lower()) != (4, "gemm"):
+        raise unsupported(f"{what} with {settings.get('bits')} bits, in the version {settings.get('version')}")
+    return settings
+
+
+def find_quantized(stored: dict[str, StoredTensor], settings: dict[str, Any], dtype: str) -> dict[str, Source]:
+    """Return the tensors of a checkpoint as the model knows them: quantized weights take the place of their parts.
+
+    `settings`: `quantization_config`. `dtype`: that of the weights, as safetensors names it. Raises `ModelError`."""
+    found: dict[str, Source] = {name: tensor for name, tensor in stored.items() if not name.endswith(_UNUSED)}
+    for name, tensor in stored.items():
+        layer, _, leaf = name.rpartition(".")
+        prefix = f"{layer}." if layer else ""
+        parts = {each.removeprefix(prefix): stored[each] for each in _parts_of(prefix, leaf, stored)}
+        if compute := _computation(leaf, tensor, parts, settings):
+            for part in parts:
+                found.pop(prefix + part, None)
+            found[f"{prefix}weight"] = DerivedTensor(parts, compute, dtype)
+    return found
+
+
+def _parts_of(prefix: str, leaf: str, stored: dict[str, StoredTensor]) -> list[str]:
+    """Return the names of the tensors from which a weight is computed, if the tensor `leaf` holds its codes."""
+    others = {
+        "weight": (*_SCALES, "weight_scale_2", "weight_zero_point"),
+        "weight_packed": ("weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+        "qweight": ("scales", "qzeros", "g_idx"),
+    }.get(leaf, ())
+    return [prefix + each for each in (leaf, *others) if prefix + each in stored] if others else []
+
+
+def _computation(
+    leaf: str, codes: StoredTensor, parts: dict[str, StoredTensor], settings: dict[str, Any]
+) -> Callable[[Parts], Tensor] | None:
+    """Return what computes a weight from its parts, or `None` for a tensor that holds no codes."""
+    if leaf == "qweight" and "scales" in parts:
+        return partial(_awq if settings["quant_method"] == "awq" else _gptq, settings)
+    if leaf == "weight_packed" and "weight_scale" in parts:
+        return _four_bit_floats if codes.dtype == "U8" else _packed_integers
+    if leaf == "weight" and codes.dtype == "U8" and "weight_scale_2" in parts:
+        return _four_bit_floats
+    if leaf == "weight" and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8") and len(parts) > 1:
+        return partial(_bytes, _block_size(settings))
+    return None
+
+
+def _block_size(settings: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the outputs and inputs that share a scale, where the settings name them. The last block may be smaller."""
+    block = settings.get("weight_block_size")
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        block = block or (group.get("weights") or {}).get("block_structure")
+    if block is None:
+        return None
+    num_outputs, num_inputs = block
+    return int(num_outputs), int(num_inputs)
+
+
+def _bytes(block: tuple[int, int] | None, parts: Parts) -> Tensor:
+    """Codes of one byte: float8 or int8."""
+    codes = parts["weight"].float()
+    if (zero := parts.get("weight_zero_point")) is not None:
+        codes -= _expand(zero.float(), codes.shape, block)
+    scale = parts[next(name for name in _SCALES if name in parts)]
+    return codes.mul_(_expand(_numbers(scale), codes.shape, block))
+
+
+def _four_bit_floats(parts: Parts) -> Tensor:
+    """NVFP4 and MXFP4: two codes in a byte, the lower half first, a scale for each group of inputs and one for all."""
+    packed = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
+    values = torch.tensor(_E2M1, device=packed.device)
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    weight = values[codes.int()]
+    weight.mul_(_expand(_numbers(parts["weight_scale"]), weight.shape))
+    if "weight_global_scale" in parts:  # of compressed-tensors
+        return weight.div_(parts["weight_global_scale"].float())
+    return weight.mul_(parts["weight_scale_2"].float()) if "weight_scale_2" in parts else weight
+
+
+def _packed_integers(parts: Parts) -> Tensor:
+    """compressed-tensors: codes in words along the inputs; zero points in words along the outputs."""
+    num_outputs, num_inputs = parts["weight_shape"].tolist()
+    packed, scales = parts["weight_packed"], parts["weight_scale"].float()
+    num_bits = _num_bits(packed.shape[1], num_inputs)
+    codes = _unpack(packed, num_bits)[:, :num_inputs].float()
+    zeros = torch.full((1, 1), float(1 << num_bits - 1), device=codes.device)
+    if "weight_zero_point" in parts:
+        zeros = _unpack(parts["weight_zero_point"].T, num_bits).T[:num_outputs].float()
+    return _by_group(codes, zeros, scales, parts.get("weight_g_idx"))
+
+
+def _gptq(settings: dict[str, Any], parts: Parts) -> Tensor:
+    """GPTQ: codes in words along the inputs, in the first dimension; zero points in words along the outputs."""
+    packed, scales = parts["qweight"], parts["scales"].float()
+    groups = parts.get("g_idx")
+    num_bits = settings["bits"] if groups is None else _num_bits(len(packed), len(groups))
+    codes = _unpack(packed.T, num_bits).float()
+    zeros = _unpack(parts["qzeros"], num_bits).float()
+    if settings.get("checkpoint_format", "gptq") == "gptq":  # its first version subtracts 1 from what it stores
+        zeros += 1
+    return _by_group(codes, zeros.T, scales.T, groups)
+
+
+def _awq(settings: dict[str, Any], parts: Parts) -> Tensor:
+    """AWQ: codes and zero points in words along the outputs, in an order of their own."""
+    scales = parts["scales"].float()
+    codes, zeros = (
+        _unpack(parts[name], settings["bits"]).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).float()
+        for name in ("qweight", "qzeros")
+    )
+    return _by_group(codes.T, zeros.T, scales.T, None)
+
+
+def _by_group(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Tensor:
+    """Return `(codes - zeros) * scales`. `groups`: of each input, or `None` where each group has its neighbours."""
+    if groups is not None and not (groups < 0).any():
+        index = groups.long()
+        zeros, scales = (each[:, index] if each.shape[1] > 1 else each for each in (zeros, scales))
+    return (codes - _expand(zeros, codes.shape)) * _expand(scales, codes.shape)
+
+
+def _num_bits(num_words: int, num_codes: int) -> int:
+    return 32 * num_words // num_codes
+
+
+def _unpack(words: Tensor, num_bits: int) -> Tensor:  # [N, words * 32 / bits] int32, from [N, words] int32
+    """Return the codes of each row, of which a word holds the first in its lowest bits."""
+    if num_bits not in (2, 4, 8):
+        raise ValueError(f"codes of {num_bits} bits are not supported")
+    shifts = torch.arange(0, 32, num_bits, dtype=words.dtype, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & (1 << num_bits) - 1).flatten(1)
+
+
+def _numbers(scale: Tensor) -> Tensor:
+    """Return scales in float32. Whole bytes are exponents of two, as in E8M0."""
+    return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+
+
+def _expand(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None = None) -> Tensor:
+    """Return scales that broadcast over a weight. `scale`: one, one for each output, or a matrix of them."""
+    if scale.dim() < 2 and scale.numel() == 1:
+        return scale.reshape(1, 1)
+    matrix = scale.reshape(len(scale), -1)
+    for dim, size in enumerate(shape):
+        count = matrix.shape[dim]
+        if count == 1:
+            continue
+        length = block[dim] if block and math.ceil(size / block[dim]) == count else size // count
+        if math.ceil(size / length) != count:
+            raise ValueError(f"{count} scales do not divide {size} weights")
+        matrix = matrix.repeat_interleave(length, dim).narrow(dim, 0, size)
+    return matrix
