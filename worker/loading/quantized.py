@@ -128,20 +128,15 @@ def _block_size(settings: dict[str, Any]) -> tuple[int, int] | None:
 
 def _bytes(block: tuple[int, int] | None, parts: Parts) -> Tensor:
     """Codes of one byte: float8 or int8."""
-    codes = parts["weight"].float()
-    if (zero := parts.get("weight_zero_point")) is not None:
-        codes -= _expand(zero.float(), codes.shape, block)
-    scale = parts[next(name for name in _SCALES if name in parts)]
-    return codes.mul_(_expand(_numbers(scale), codes.shape, block))
+    scales = parts[next(name for name in _SCALES if name in parts)]
+    return _scaled(parts["weight"].float(), parts.get("weight_zero_point"), _numbers(scales), block)
 
 
 def _four_bit_floats(parts: Parts) -> Tensor:
     """NVFP4 and MXFP4: two codes in a byte, the lower half first, a scale for each group of inputs and one for all."""
     packed = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-    values = torch.tensor(_E2M1, device=packed.device)
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    weight = values[codes.int()]
-    weight.mul_(_expand(_numbers(parts["weight_scale"]), weight.shape))
+    numbers = torch.tensor(_E2M1, device=packed.device)
+    weight = _scaled(numbers[_split(packed, 4).int()], None, _numbers(parts["weight_scale"]))
     if "weight_global_scale" in parts:  # of compressed-tensors
         return weight.div_(parts["weight_global_scale"].float())
     return weight.mul_(parts["weight_scale_2"].float()) if "weight_scale_2" in parts else weight
@@ -151,54 +146,53 @@ def _packed_integers(parts: Parts) -> Tensor:
     """compressed-tensors: codes in words along the inputs; zero points in words along the outputs."""
     num_outputs, num_inputs = parts["weight_shape"].tolist()
     packed, scales = parts["weight_packed"], parts["weight_scale"].float()
-    num_bits = _num_bits(packed.shape[1], num_inputs)
-    codes = _unpack(packed, num_bits)[:, :num_inputs].float()
-    zeros = torch.full((1, 1), float(1 << num_bits - 1), device=codes.device)
+    num_bits = 32 * packed.shape[1] // num_inputs
+    codes = _unpack(packed, num_bits)[:, :num_inputs]
     if "weight_zero_point" in parts:
         zeros = _unpack(parts["weight_zero_point"].T, num_bits).T[:num_outputs].float()
+    else:
+        zeros = torch.full((1, 1), float(1 << num_bits - 1), device=codes.device)
     return _by_group(codes, zeros, scales, parts.get("weight_g_idx"))
 
 
 def _gptq(settings: dict[str, Any], parts: Parts) -> Tensor:
     """GPTQ: codes in words along the inputs, in the first dimension; zero points in words along the outputs."""
-    packed, scales = parts["qweight"], parts["scales"].float()
-    groups = parts.get("g_idx")
-    num_bits = settings["bits"] if groups is None else _num_bits(len(packed), len(groups))
-    codes = _unpack(packed.T, num_bits).float()
+    packed, groups = parts["qweight"], parts.get("g_idx")
+    num_bits = settings["bits"] if groups is None else 32 * len(packed) // len(groups)
     zeros = _unpack(parts["qzeros"], num_bits).float()
     if settings.get("checkpoint_format", "gptq") == "gptq":  # its first version subtracts 1 from what it stores
         zeros += 1
-    return _by_group(codes, zeros.T, scales.T, groups)
+    return _by_group(_unpack(packed.T, num_bits), zeros.T, parts["scales"].float().T, groups)
 
 
 def _awq(settings: dict[str, Any], parts: Parts) -> Tensor:
     """AWQ: codes and zero points in words along the outputs, in an order of their own."""
-    scales = parts["scales"].float()
     codes, zeros = (
-        _unpack(parts[name], settings["bits"]).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).float()
+        _unpack(parts[name], settings["bits"]).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T
         for name in ("qweight", "qzeros")
     )
-    return _by_group(codes.T, zeros.T, scales.T, None)
+    return _by_group(codes, zeros.float(), parts["scales"].float().T, None)
 
 
 def _by_group(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Tensor:
-    """Return `(codes - zeros) * scales`. `groups`: of each input, or `None` where each group has its neighbours."""
+    """Return `(codes - zeros) * scales`. `groups`: that of each input, or `None` where each has its neighbours."""
     if groups is not None and not (groups < 0).any():
-        index = groups.long()
-        zeros, scales = (each[:, index] if each.shape[1] > 1 else each for each in (zeros, scales))
-    return (codes - _expand(zeros, codes.shape)) * _expand(scales, codes.shape)
+        size = -(-len(groups) // scales.shape[1])
+        if not torch.equal(groups.long(), torch.arange(len(groups), device=groups.device) // size):
+            zeros, scales = (each[:, groups.long()] if each.shape[1] > 1 else each for each in (zeros, scales))
+    return _scaled(codes.contiguous().float(), zeros, scales)
 
 
-def _num_bits(num_words: int, num_codes: int) -> int:
-    return 32 * num_words // num_codes
-
-
-def _unpack(words: Tensor, num_bits: int) -> Tensor:  # [N, words * 32 / bits] int32, from [N, words] int32
+def _unpack(words: Tensor, num_bits: int) -> Tensor:  # [N, words * 32 / bits] uint8, from [N, words] int32
     """Return the codes of each row, of which a word holds the first in its lowest bits."""
     if num_bits not in (2, 4, 8):
         raise ValueError(f"codes of {num_bits} bits are not supported")
-    shifts = torch.arange(0, 32, num_bits, dtype=words.dtype, device=words.device)
-    return (words.unsqueeze(-1) >> shifts & (1 << num_bits) - 1).flatten(1)
+    return _split(words.contiguous().view(torch.uint8), num_bits)  # the lowest byte first, as on all supported machines
+
+
+def _split(packed: Tensor, num_bits: int) -> Tensor:  # [N, bytes * 8 / bits] uint8, from [N, bytes]
+    mask = (1 << num_bits) - 1
+    return torch.stack([packed >> shift & mask for shift in range(0, 8, num_bits)], dim=-1).flatten(-2)
 
 
 def _numbers(scale: Tensor) -> Tensor:
@@ -206,17 +200,29 @@ def _numbers(scale: Tensor) -> Tensor:
     return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
 
 
-def _expand(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None = None) -> Tensor:
-    """Return scales that broadcast over a weight. `scale`: one, one for each output, or a matrix of them."""
-    if scale.dim() < 2 and scale.numel() == 1:
-        return scale.reshape(1, 1)
-    matrix = scale.reshape(len(scale), -1)
-    for dim, size in enumerate(shape):
-        count = matrix.shape[dim]
-        if count == 1:
-            continue
-        length = block[dim] if block and math.ceil(size / block[dim]) == count else size // count
-        if math.ceil(size / length) != count:
+def _scaled(codes: Tensor, zeros: Tensor | None, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
+    """Turn float32 codes [N, K] into weights, in place. `zeros` and `scales`: one, one for each output, or a matrix of
+    them, for blocks of the same size, which is `block` if the last ones are smaller."""
+    if zeros is not None:
+        Tensor.sub_(*_broadcast(codes, zeros.float(), block))
+    Tensor.mul_(*_broadcast(codes, scales, block))
+    return codes
+
+
+def _broadcast(codes: Tensor, values: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+    """Return views of both, of which the second broadcasts over the first."""
+    if values.numel() == 1:
+        return codes, values.reshape(())
+    matrix = values.reshape(len(values), -1)
+    lengths = [
+        min(size, length) if math.ceil(size / length) == count else size // count
+        for size, count, length in zip(codes.shape, matrix.shape, block or codes.shape, strict=True)
+    ]
+    for size, count, length in zip(codes.shape, matrix.shape, lengths, strict=True):
+        if length == 0 or math.ceil(size / length) != count:
             raise ValueError(f"{count} scales do not divide {size} weights")
-        matrix = matrix.repeat_interleave(length, dim).narrow(dim, 0, size)
-    return matrix
+    if all(size % length == 0 for size, length in zip(codes.shape, lengths, strict=True)):
+        blocks = codes.view(matrix.shape[0], lengths[0], matrix.shape[1], lengths[1])
+        return blocks, matrix[:, None, :, None]
+    rows = matrix.repeat_interleave(lengths[0], 0)[: codes.shape[0]]
+    return codes, rows.repeat_interleave(lengths[1], 1)[:, : codes.shape[1]]
