@@ -5,7 +5,8 @@ checkpoint would. Every format stores codes of a weight with scales, of one outp
 
     weight [outputs, inputs] = (code - zero point) * scale
 
-Sources: the code of compressed-tensors 0.20, AutoAWQ 0.2.9, GPTQModel 7.7, and transformers 5 (fp8).
+Sources: the code of compressed-tensors 0.20, AutoAWQ 0.2.9, AutoGPTQ 0.7, auto-round 0.16, bitsandbytes 0.50, and
+transformers 5 (fp8).
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTe
 
 QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
 """What config.json may call its settings."""
-METHODS = frozenset({"awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt"})
+METHODS = frozenset(
+    {"auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt"}
+)
 """Values of `quant_method`."""
-_FORMATS = frozenset(
-    {
+_FORMATS = {
+    "auto-round": ("auto_round", "auto_round:auto_awq", "auto_round:auto_gptq", "auto_round:gptqmodel"),
+    "compressed-tensors": (
         "float-quantized",
         "int-quantized",
         "mixed-precision",
@@ -37,13 +41,18 @@ _FORMATS = frozenset(
         "naive-quantized",
         "nvfp4-pack-quantized",
         "pack-quantized",
-    }
-)
-"""Those of compressed-tensors."""
+    ),
+}
+"""The formats of methods that have several."""
 _SCALES = ("weight_scale_inv", "weight_scale")
 """Names of the scales of codes of one byte. Codes are multiplied by both: the first is the inverse of what divided."""
-_UNUSED = (".input_scale", ".input_global_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
-"""Ends of the names of tensors that belong to quantized activations or keys and values."""
+_UNUSED = (
+    *(".input_scale", ".input_global_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale"),
+    ".weight_format",
+)
+"""Ends of the names of tensors that belong to quantized activations or keys and values, or to a format."""
+_BITSANDBYTES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_STATE = "weight.quant_state.bitsandbytes__"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of 4 bits that NVFP4 and MXFP4 have, by code."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -65,9 +74,11 @@ def quantization_settings(directory: Path) -> dict[str, Any] | None:
     what = f"{directory} is a quantized checkpoint ({method})"
     if not isinstance(settings, dict) or method not in METHODS:
         raise unsupported(what)
-    form = settings.get("format", "mixed-precision")
-    if method == "compressed-tensors" and (form not in _FORMATS or settings.get("transform_config")):
-        raise unsupported(f"{what} in the format {form}" + " with transforms" * bool(settings.get("transform_config")))
+    if settings.get("transform_config") or settings.get("rotation_config"):
+        raise unsupported(f"{what} with transforms")
+    form = settings.get("packing_format" if method == "auto-round" else "format")
+    if form is not None and form not in _FORMATS.get(method, (form,)):
+        raise unsupported(f"{what} in the format {form}")
     if method == "awq" and (settings.get("bits"), str(settings.get("version", "gemm")).lower()) != (4, "gemm"):
         raise unsupported(f"{what} with {settings.get('bits')} bits, in the version {settings.get('version')}")
     return settings
@@ -91,8 +102,13 @@ def find_quantized(stored: dict[str, StoredTensor], settings: dict[str, Any], dt
 
 def _parts_of(prefix: str, leaf: str, stored: dict[str, StoredTensor]) -> list[str]:
     """Return the names of the tensors from which a weight is computed, if the tensor `leaf` holds its codes."""
+    of_bitsandbytes = (
+        "SCB",
+        *(f"weight.{each}" for each in _BITSANDBYTES),
+        *(_STATE + each for each in ("nf4", "fp4")),
+    )
     others = {
-        "weight": (*_SCALES, "weight_scale_2", "weight_zero_point"),
+        "weight": (*_SCALES, "weight_scale_2", "weight_zero_point", *of_bitsandbytes),
         "weight_packed": ("weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
         "qweight": ("scales", "qzeros", "g_idx"),
     }.get(leaf, ())
@@ -104,11 +120,14 @@ def _computation(
 ) -> Callable[[Parts], Tensor] | None:
     """Return what computes a weight from its parts, or `None` for a tensor that holds no codes."""
     if leaf == "qweight" and "scales" in parts:
-        return partial(_awq if settings["quant_method"] == "awq" else _gptq, settings)
+        is_awq = settings["quant_method"] == "awq" or settings.get("packing_format") == "auto_round:auto_awq"
+        return partial(_awq if is_awq else _gptq, settings)
     if leaf == "weight_packed" and "weight_scale" in parts:
         return _four_bit_floats if codes.dtype == "U8" else _packed_integers
     if leaf == "weight" and codes.dtype == "U8" and "weight_scale_2" in parts:
         return _four_bit_floats
+    if leaf == "weight" and codes.dtype == "U8" and "weight.quant_map" in parts:
+        return _table
     if leaf == "weight" and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8") and len(parts) > 1:
         return partial(_bytes, _block_size(settings))
     return None
@@ -128,6 +147,8 @@ def _block_size(settings: dict[str, Any]) -> tuple[int, int] | None:
 
 def _bytes(block: tuple[int, int] | None, parts: Parts) -> Tensor:
     """Codes of one byte: float8 or int8."""
+    if "SCB" in parts:  # of bitsandbytes: the largest weight of each output
+        return _scaled(parts["weight"].float(), None, parts["SCB"].float() / 127)
     scales = parts[next(name for name in _SCALES if name in parts)]
     return _scaled(parts["weight"].float(), parts.get("weight_zero_point"), _numbers(scales), block)
 
@@ -140,6 +161,25 @@ def _four_bit_floats(parts: Parts) -> Tensor:
     if "weight_global_scale" in parts:  # of compressed-tensors
         return weight.div_(parts["weight_global_scale"].float())
     return weight.mul_(parts["weight_scale_2"].float()) if "weight_scale_2" in parts else weight
+
+
+def _table(parts: Parts) -> Tensor:
+    """bitsandbytes: codes of a table in half bytes, the upper half first, and a scale for so many weights in their order,
+    which may be codes of another table."""
+    name = next(name for name in parts if name.startswith(_STATE))
+    state = json.loads(bytes(parts[name].tolist()))
+    scales = parts["weight.absmax"]
+    if "weight.nested_absmax" in parts:
+        scales = parts["weight.nested_quant_map"].float()[scales.int()]
+        scales = _scaled_in_order(scales, parts["weight.nested_absmax"].float(), state["nested_blocksize"])
+        scales += state["nested_offset"]
+    codes = _split(parts["weight"].flatten(), 4).view(-1, 2).flip(1).flatten()
+    weight = parts["weight.quant_map"].float()[codes[: math.prod(state["shape"])].int()]
+    return _scaled_in_order(weight, scales.float(), state["blocksize"]).view(state["shape"])
+
+
+def _scaled_in_order(values: Tensor, scales: Tensor, size: int) -> Tensor:
+    return values * scales.repeat_interleave(size)[: len(values)]
 
 
 def _packed_integers(parts: Parts) -> Tensor:
@@ -157,12 +197,13 @@ def _packed_integers(parts: Parts) -> Tensor:
 
 def _gptq(settings: dict[str, Any], parts: Parts) -> Tensor:
     """GPTQ: codes in words along the inputs, in the first dimension; zero points in words along the outputs."""
-    packed, groups = parts["qweight"], parts.get("g_idx")
-    num_bits = settings["bits"] if groups is None else 32 * len(packed) // len(groups)
+    scales = parts["scales"].float()
+    num_bits = 32 * parts["qzeros"].shape[1] // scales.shape[1]
     zeros = _unpack(parts["qzeros"], num_bits).float()
-    if settings.get("checkpoint_format", "gptq") == "gptq":  # its first version subtracts 1 from what it stores
+    form = settings.get("checkpoint_format") or settings.get("packing_format") or "gptq"
+    if form in ("gptq", "auto_round:auto_gptq"):  # the first version subtracts 1 from what it stores
         zeros += 1
-    return _by_group(_unpack(packed.T, num_bits), zeros.T, parts["scales"].float().T, groups)
+    return _by_group(_unpack(parts["qweight"].T, num_bits), zeros.T, scales.T, parts.get("g_idx"))
 
 
 def _awq(settings: dict[str, Any], parts: Parts) -> Tensor:

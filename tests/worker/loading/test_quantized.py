@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,31 @@ def awq(weight: Tensor) -> Quantized:
     return tensors, of_integers(codes, zeros, scales)
 
 
+def bitsandbytes(weight: Tensor) -> Quantized:
+    """As with double quantization: the scales of blocks are codes too."""
+    table, scales_table = torch.rand(16) - 0.5, torch.rand(256)
+    codes, scales = torch.randint(16, (weight.numel(),)), torch.randint(256, (weight.numel() // 64,))
+    scales_of_scales = torch.rand(-(-len(scales) // 50))
+    state = {"shape": list(weight.shape), "blocksize": 64, "nested_blocksize": 50, "nested_offset": 0.25}
+    tensors = {
+        "weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+        "weight.absmax": scales.to(torch.uint8),
+        "weight.quant_map": table,
+        "weight.nested_absmax": scales_of_scales,
+        "weight.nested_quant_map": scales_table,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    numbers = scales_table[scales] * scales_of_scales[torch.arange(len(scales)) // 50] + 0.25
+    return tensors, (table[codes] * numbers[torch.arange(len(codes)) // 64]).view(weight.shape)
+
+
+def bitsandbytes_int8(weight: Tensor) -> Quantized:
+    largest = weight.float().abs().amax(1)
+    codes = (weight / largest[:, None] * 127).round().to(torch.int8)
+    tensors = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, codes * largest[:, None] / 127
+
+
 COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
 BLOCKS = {"group_0": {"weights": {"strategy": "block", "block_structure": [48, 40]}}}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {
@@ -164,6 +190,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {
     "packed 4, zeros, order": (COMPRESSED | {"format": "pack-quantized"}, packed(4, has_zeros=True, is_ordered=True)),
     "gptq 4": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq(4, -1)),
     "gptq 8": ({"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"}, gptq(8, 0)),
+    "auto-round": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, gptq(2, -1)),
+    "auto-round, no offset": ({"quant_method": "auto-round", "packing_format": "auto_round"}, gptq(4, 0)),
+    "auto-round awq": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4}, awq),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bitsandbytes),
+    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_int8),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
 }
 
@@ -230,15 +261,15 @@ def test_experts_are_merged_by_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, r"is a quantized checkpoint (bitsandbytes), which is not supported"),
+        ({"quant_method": "hqq"}, "is a quantized checkpoint (hqq), which is not supported"),
+        ({"quant_method": "auto-round", "packing_format": "mlx"}, "(auto-round) in the format mlx, which is not"),
         ("gptq", "is a quantized checkpoint (gptq), which is not supported"),
         (COMPRESSED | {"format": "marlin-24"}, "(compressed-tensors) in the format marlin-24, which is not supported"),
         (
             COMPRESSED | {"format": "pack-quantized", "transform_config": {"R3": {}}},
-            "in the format pack-quantized with transforms",
+            "(compressed-tensors) with transforms, which is not",
         ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "with 4 bits, in the version gemv"),
-        ({"quant_method": "gptq", "bits": 3}, "codes of 3 bits are not supported"),
     ],
 )
 def test_other_formats_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
@@ -256,6 +287,7 @@ def test_other_formats_are_refused(settings: Any, message: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "part", "value", "message"),
     [
+        ("gptq 4", "qzeros", torch.zeros(4, 6, dtype=torch.int32), "codes of 3 bits are not supported"),
         ("gptq 4", "qzeros", None, "no weight can be computed from .*q_proj.qweight"),
         ("awq", "scales", None, "unexpected .*q_proj.qweight"),
         ("packed 4", "weight_shape", torch.tensor([64, 640]), "no weight can be computed from .*q_proj.weight_packed"),
