@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.worker.errors import unsupported
+from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTensor
 
 QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
@@ -51,8 +51,17 @@ _UNUSED = (
     ".weight_format",
 )
 """Ends of the names of tensors that belong to quantized activations or keys and values, or to a format."""
-_BITSANDBYTES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATE = "weight.quant_state.bitsandbytes__"
+_OTHER_PARTS = {
+    "weight": (
+        *(*_SCALES, "weight_scale_2", "weight_zero_point", "SCB"),
+        *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
+        *(f"{_STATE}nf4", f"{_STATE}fp4"),
+    ),
+    "weight_packed": ("weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    "qweight": ("scales", "qzeros", "g_idx"),
+}
+"""What a layer may store besides its codes, by the name of these."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of 4 bits that NVFP4 and MXFP4 have, by code."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -90,35 +99,20 @@ def find_quantized(stored: dict[str, StoredTensor], settings: dict[str, Any], dt
     `settings`: `quantization_config`. `dtype`: that of the weights, as safetensors names it. Raises `ModelError`."""
     found: dict[str, Source] = {name: tensor for name, tensor in stored.items() if not name.endswith(_UNUSED)}
     for name, tensor in stored.items():
-        layer, _, leaf = name.rpartition(".")
-        prefix = f"{layer}." if layer else ""
-        parts = {each.removeprefix(prefix): stored[each] for each in _parts_of(prefix, leaf, stored)}
+        layer, dot, leaf = name.rpartition(".")
+        names = [each for each in (leaf, *_OTHER_PARTS.get(leaf, ())) if layer + dot + each in stored]
+        parts = {each: stored[layer + dot + each] for each in names}
         if compute := _computation(leaf, tensor, parts, settings):
             for part in parts:
-                found.pop(prefix + part, None)
-            found[f"{prefix}weight"] = DerivedTensor(parts, compute, dtype)
+                found.pop(layer + dot + part, None)
+            found[f"{layer}{dot}weight"] = DerivedTensor(parts, compute, dtype)
     return found
-
-
-def _parts_of(prefix: str, leaf: str, stored: dict[str, StoredTensor]) -> list[str]:
-    """Return the names of the tensors from which a weight is computed, if the tensor `leaf` holds its codes."""
-    of_bitsandbytes = (
-        "SCB",
-        *(f"weight.{each}" for each in _BITSANDBYTES),
-        *(_STATE + each for each in ("nf4", "fp4")),
-    )
-    others = {
-        "weight": (*_SCALES, "weight_scale_2", "weight_zero_point", *of_bitsandbytes),
-        "weight_packed": ("weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
-        "qweight": ("scales", "qzeros", "g_idx"),
-    }.get(leaf, ())
-    return [prefix + each for each in (leaf, *others) if prefix + each in stored] if others else []
 
 
 def _computation(
     leaf: str, codes: StoredTensor, parts: dict[str, StoredTensor], settings: dict[str, Any]
 ) -> Callable[[Parts], Tensor] | None:
-    """Return what computes a weight from its parts, or `None` for a tensor that holds no codes."""
+    """Return what computes a weight from its parts, if the tensor `leaf` of a layer holds its codes."""
     if leaf == "qweight" and "scales" in parts:
         is_awq = settings["quant_method"] == "awq" or settings.get("packing_format") == "auto_round:auto_awq"
         return partial(_awq if is_awq else _gptq, settings)
@@ -136,13 +130,13 @@ def _computation(
 def _block_size(settings: dict[str, Any]) -> tuple[int, int] | None:
     """Return the outputs and inputs that share a scale, where the settings name them. The last block may be smaller."""
     block = settings.get("weight_block_size")
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        block = block or (group.get("weights") or {}).get("block_structure")
-    if block is None:
-        return None
-    num_outputs, num_inputs = block
-    return int(num_outputs), int(num_inputs)
+    try:
+        for group in (settings.get("config_groups") or {}).values():
+            block = block or (group.get("weights") or {}).get("block_structure")
+        num_outputs, num_inputs = map(int, block or (0, 0))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"quantization_config in config.json is damaged ({error}): copy the model again") from error
+    return (num_outputs, num_inputs) if num_outputs > 0 and num_inputs > 0 else None
 
 
 def _bytes(block: tuple[int, int] | None, parts: Parts) -> Tensor:

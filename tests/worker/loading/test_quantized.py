@@ -262,6 +262,7 @@ def test_experts_are_merged_by_transformers(name: str, tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"quant_method": "hqq"}, "is a quantized checkpoint (hqq), which is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "quantization_config in config.json is damaged"),
         ({"quant_method": "auto-round", "packing_format": "mlx"}, "(auto-round) in the format mlx, which is not"),
         ("gptq", "is a quantized checkpoint (gptq), which is not supported"),
         (COMPRESSED | {"format": "marlin-24"}, "(compressed-tensors) in the format marlin-24, which is not supported"),
@@ -275,7 +276,7 @@ def test_experts_are_merged_by_transformers(name: str, tmp_path: Path) -> None:
 def test_other_formats_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "model"
     make_bfloat16("llama", path)
-    quantize_model(path, "gptq 4", tmp_path / "plain")
+    quantize_model(path, "fp8", tmp_path / "plain")
     edit_config(path, quantization_config=settings)
     edit_weights(
         tmp_path / "model", lambda tensors: [tensors.pop(key) for key in list(tensors) if key.endswith("g_idx")]
