@@ -150,7 +150,7 @@ def _bytes(block: tuple[int, int] | None, parts: Parts) -> Tensor:
 def _four_bit_floats(parts: Parts) -> Tensor:
     """NVFP4 and MXFP4: two codes in a byte, the lower half first, a scale for each group of inputs and one for all."""
     packed = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-    numbers = torch.tensor(_E2M1, device=packed.device)
+    numbers = torch.tensor(_E2M1, dtype=torch.float32, device=packed.device)
     weight = _scaled(numbers[_split(packed, 4).int()], None, _numbers(parts["weight_scale"]))
     if "weight_global_scale" in parts:  # of compressed-tensors
         return weight.div_(parts["weight_global_scale"].float())
