@@ -231,7 +231,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             model=str(path),
             weights=self.adapter,
             tokenizer=str(self.tokenizer_path) if self.tokenizer_path else None,
-            eos_token_ids=eos_token_ids(path),
+            eos_token_ids=eos_token_ids(path, self.adapter),
             kv_cache_memory_bytes=parse_bytes(self.kv_cache_memory),
             swap_space_bytes=int(self.swap_space_gib * 2**30),
             force_swap=_is_swap_forced(),

@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.logprob_records import MAX_BEFORE, read_record
-from millrace.engine_service.stop_strings import Found, StopStrings
+from millrace.engine_service.stop_strings import Found, find_stop
 from millrace.engine_service.text import Detokenizer, Tokenizer
 from millrace.executor.wire.messages import record_bytes
 from millrace.results.logprobs import Entry, encode_tokens
@@ -47,8 +47,6 @@ class Generation:
         self._logprobs = list(logprobs)
         """Log-probabilities of the first output tokens."""
         self._detokenizer: Detokenizer | None = None
-        self._stops = StopStrings(rules.stop) if rules.stop else None
-        self._stop_state = 0
         self._stop: Found | None = None
         """The stop string that has ended the generation."""
         self._final_text: str | None = None
@@ -58,9 +56,6 @@ class Generation:
         if rules.stop:
             sequence.is_followed = True
             self._start_decoding()
-
-    def __repr__(self) -> str:
-        return f"Generation({self.sequence}, finish_reason={self.finish_reason})"
 
     @property
     def token_ids(self) -> list[int]:
@@ -90,7 +85,7 @@ class Generation:
         if not self._rules.is_text_wanted:
             return len(self.token_ids)
         detokenizer = self._start_decoding()
-        held_back = self._stops.max_length - 1 if self._stops is not None and not self._rules.include_stop else 0
+        held_back = max(map(len, self._rules.stop)) - 1 if self._rules.stop and not self._rules.include_stop else 0
         return bisect_right(detokenizer.ends, len(detokenizer.text) - held_back)
 
     def text_between(self, start: int, end: int) -> str:
@@ -239,9 +234,7 @@ class Generation:
     def _feed(self, detokenizer: Detokenizer, token_id: int) -> None:
         start = len(detokenizer.text)
         detokenizer.feed(token_id)
-        if self._stops is None:
-            return
-        found, self._stop_state = self._stops.search(detokenizer.text, start, self._stop_state)
+        found = find_stop(self._rules.stop, detokenizer.text, start)
         # A stop string counts if it ends behind the first `min_tokens` tokens, also if it begins in them, as with vLLM.
         if found is not None and len(detokenizer.ends) > self.sequence.stop_rules.min_tokens:
             self._stop, self.finish_reason = found, "stop"

@@ -20,21 +20,18 @@ _ADAPTER_FILE = "adapter_config.json"
 _GGUF_RULE = "is in GGUF, which is not supported; use the model's checkpoint in safetensors, in 16 bits"
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
+def resolve_model(model: str, revision: str | None = None, *, or_adapter: bool = False) -> Path:
     """Return the directory of a model: `model` itself, or the local copy of a hub id, which is downloaded if needed.
-    `revision`: of the hub's repository."""
+    `revision`: of the hub's repository. `or_adapter`: whether it may be an adapter instead."""
     path = os.path.expanduser(model)
     if os.path.isfile(path):
         if path.endswith(".gguf"):
             raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
         raise ConfigurationError(f"model: {model} is a file; name the directory of a model")
     if os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
+        if is_adapter(Path(path)):
+            return _adapter(model, Path(path).resolve(), or_adapter)
         if not os.path.isfile(os.path.join(path, "config.json")):
-            if os.path.isfile(os.path.join(path, _ADAPTER_FILE)):
-                base = _read_json(Path(path) / _ADAPTER_FILE).get("base_model_name_or_path") or "its base model"
-                raise ConfigurationError(
-                    f"model: {model} is a LoRA adapter ({_ADAPTER_FILE}); name {base}, and this directory as adapter"
-                )
             if any(Path(path).glob("*.gguf")):
                 raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
             raise ConfigurationError(f"model: {model} has no config.json; name the directory of a model")
@@ -42,14 +39,25 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
             raise ConfigurationError(f"revision: is of a hub id, and {model} is a directory; leave it out")
         return _without_pooling(model, Path(path).resolve())
     found = _from_hub("model", model, revision)
+    if is_adapter(found):
+        return _adapter(model, found, or_adapter)
     if model.lower().endswith("gguf") and not any(found.glob("*.safetensors")):
         raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
     return _without_pooling(model, found)
 
 
+def _adapter(model: str, path: Path, is_allowed: bool) -> Path:
+    if is_allowed:
+        return path
+    base = _read_json(path / _ADAPTER_FILE).get("base_model_name_or_path") or "its base model"
+    raise ConfigurationError(f"model: {model} is a LoRA adapter ({_ADAPTER_FILE}); name {base}, and it as adapter")
+
+
 def resolve_adapter(adapter: str) -> Path:
     """Return the directory of a LoRA adapter: `adapter` itself, or the local copy of a hub id."""
     path = os.path.expanduser(adapter)
+    if os.path.isfile(path):
+        raise ConfigurationError(f"adapter: {adapter} is a file; name the directory of an adapter")
     found = Path(path).resolve() if os.path.isdir(path) else _from_hub("adapter", adapter, None)
     if not is_adapter(found):
         raise ConfigurationError(f"adapter: {adapter} has no {_ADAPTER_FILE}; name the directory that peft has saved")
@@ -57,8 +65,9 @@ def resolve_adapter(adapter: str) -> Path:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter, and no model."""
-    return (path / _ADAPTER_FILE).is_file() and not (path / "config.json").is_file()
+    """Whether a directory holds an adapter, and no model. Axolotl saves the model's config.json beside it."""
+    is_model = any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return (path / _ADAPTER_FILE).is_file() and not is_model
 
 
 def _from_hub(option: str, name: str, revision: str | None) -> Path:
@@ -85,8 +94,21 @@ def _without_pooling(model: str, path: Path) -> Path:
     return path
 
 
-def eos_token_ids(path: Path) -> list[int]:
-    """Return the ids that end a sequence, from generation_config.json, else from config.json, as transformers does."""
+def eos_token_ids(path: Path, adapter: str | None = None) -> list[int]:
+    """Return the ids that end a sequence, from generation_config.json, else from config.json, as transformers does, and the
+    end token of the adapter's tokenizer, if it has one: an adapter for chats may have been trained with another one."""
+    of_adapter = _tokenizer_eos(Path(adapter)) if adapter is not None else []
+    return list(dict.fromkeys([*_own_eos_token_ids(path), *of_adapter]))
+
+
+def _tokenizer_eos(directory: Path) -> list[int]:
+    token = _read_json(directory / "tokenizer_config.json").get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    added = _read_json(directory / "tokenizer.json").get("added_tokens") or []
+    return [each["id"] for each in added if content is not None and each.get("content") == content]
+
+
+def _own_eos_token_ids(path: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         value = _read_json(path / name).get("eos_token_id")
         if value is None:

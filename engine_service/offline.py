@@ -35,13 +35,7 @@ from millrace.engine_service.deferred_signals import DeferredSignals
 from millrace.engine_service.engine import Engine, EngineMetrics
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
-from millrace.engine_service.model_files import (
-    default_sampling,
-    eos_token_ids,
-    is_adapter,
-    resolve_adapter,
-    resolve_model,
-)
+from millrace.engine_service.model_files import default_sampling, eos_token_ids, resolve_model
 from millrace.engine_service.prompts import as_list, as_params, as_prompts, as_request, number_in_errors
 from millrace.engine_service.request_output import GenerationFailed, RequestOutput, Times, output_of
 from millrace.engine_service.serving.admission import Admission
@@ -175,7 +169,7 @@ class LLM:
                 self._tokenizer = _load_tokenizer(config, path)
             with timed(logger, "workers"), names_as_given(vllm_arguments):
                 facts = self._engine.start()
-            admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
+            admission = Admission(facts, self._tokenizer, eos_token_ids(path, config.adapter), config.max_logprobs)
             self._admission = admission if template is None else admission.with_template(template)
         except BaseException:
             self._engine.shutdown()
@@ -353,7 +347,7 @@ class LLM:
         Then it sleeps at level 2 until this method is called with a good directory.
         """
         try:
-            directory = self._weights if path is None else _resolve_weights(str(path))
+            directory = self._weights if path is None else str(resolve_model(str(path), or_adapter=True))
         except ConfigurationError as error:
             raise InvalidRequest("path", str(error).removeprefix("model: ")) from error
         with self._in_use(), DeferredSignals():
@@ -464,10 +458,6 @@ def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
             is_of_sampling = name in SamplingParams.__struct_fields__
             instead = f"give it in SamplingParams({name}=...)" if is_of_sampling else remedy(name, ())
             raise InvalidRequest(name, f"is not supported by {method}; {instead}")
-
-
-def _resolve_weights(path: str) -> str:
-    return str(resolve_adapter(path) if is_adapter(Path(path).expanduser()) else resolve_model(path))
 
 
 def _load_tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:

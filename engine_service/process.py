@@ -115,8 +115,6 @@ class _Process:
             with unlisted_models():
                 from transformers import PreTrainedTokenizerFast  # noqa: F401, the first import, which lists them
             tokenizer = Tokenizer(self._tokenizer_path, self._config.chat_template)
-        for error in tokenizer.chat_template.errors():
-            logger.error("%s", error)
         self._renderer = ProcessRenderer(tokenizer.chat_template)
         with timed(logger, "workers"):
             facts = self._engine.start()
@@ -130,7 +128,7 @@ class _Process:
         self._admission = Admission(
             facts,
             tokenizer,
-            eos_token_ids(self._path),
+            eos_token_ids(self._path, self._config.adapter),
             config.max_logprobs,
             renderer=self._renderer,
             chat_outputs=ChatOutputs(form, tokenizer),

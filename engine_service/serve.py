@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -51,8 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         config = with_local_adapter(config)
         return _serve(config, path, build_executor(config, path, is_service=True, log_level=config.log_level))
     except (ConfigurationError, PortInUse, QueueError, EngineDead) as error:
-        if "json" in (os.environ.get(FORMAT_VARIABLE), _format_asked_for(arguments)):
-            os.environ[FORMAT_VARIABLE] = "json"
+        if os.environ.get(FORMAT_VARIABLE) == "json":
             set_up_logs("CRITICAL")  # does nothing, unless an option is invalid
             logger.critical("%s", error)
         else:
@@ -62,13 +60,6 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, PortInUse):
             return EXIT_PORT_IN_USE
         return EXIT_CONFIGURATION if isinstance(error, ConfigurationError | InvalidRedisURL) else EXIT_REDIS
-
-
-def _format_asked_for(arguments: list[str]) -> str | None:
-    """Return the --log-format of a command line that may be invalid."""
-    values = [second for first, second in pairwise(arguments) if first == "--log-format"]
-    values += [text.partition("=")[2] for text in arguments if text.startswith("--log-format=")]
-    return values[-1] if values else None
 
 
 def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:

@@ -13,7 +13,6 @@ from typing import Any
 from millrace.engine_service.chat.output_format import THINKING_MARKS
 from millrace.engine_service.chat.template import ChatTemplate, read_template
 from millrace.engine_service.errors import ConfigurationError
-from millrace.engine_service.token_bound import TokenBound
 
 _INCOMPLETE = "�"
 """The decoder writes this for bytes that are not a character, or not yet one."""
@@ -116,14 +115,6 @@ class Tokenizer:
         values = {self._backend.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(0x80, 0x100)}
         values.pop(None, None)
         return {token_id: byte for token_id, byte in values.items() if self._decode_all([token_id]) == _INCOMPLETE}
-
-    def min_num_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens, without tokenizing; 0 if this tokenizer has none."""
-        return self._bound.min_num_tokens(text)
-
-    @cached_property
-    def _bound(self) -> TokenBound:
-        return TokenBound(self._backend)  # reads the whole vocabulary
 
     @property
     def of_transformers(self) -> Any:

@@ -10,11 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from millrace.executor.errors import UnknownMethod
 from millrace.executor.limits import Limits
 from millrace.executor.metrics import ExecutorMetrics, Recorder
 from millrace.executor.sleep import SleepState
-from millrace.executor.wire.messages import WORKER_METHODS, Call, ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.wire.messages import Call, ModelFacts, StepPlan, StepResult, WorkerConfig
 
 logger = logging.getLogger("millrace.executor")
 
@@ -22,7 +21,7 @@ T = TypeVar("T", covariant=True)
 
 
 class Future(Protocol[T]):
-    """The outcome of one `execute_model` or `collective_rpc`, now or later."""
+    """The outcome of one step or call, now or later."""
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the outcome and return it. Raises `WorkerError`, `ExecutorTimeout`, `WorkerDied` and `StepLost`."""
@@ -250,7 +249,7 @@ class Executor(ABC):
         checksums: list[int] = []
         for first in range(0, self.world_size, num_at_a_time):
             ranks = range(self.world_size)[first : first + num_at_a_time]
-            checksums += self._call(call, ranks, None, limit_s).result()
+            checksums += self._call(call, ranks, limit_s).result()
         self._facts = [
             replace(facts, weights_checksum=checksum) for facts, checksum in zip(self._facts, checksums, strict=True)
         ]
@@ -296,30 +295,11 @@ class Executor(ABC):
     def step_limit_s(self, num_tokens: int) -> float:
         """Return after how many seconds a step of this size counts as stuck."""
 
-    def collective_rpc(
-        self,
-        method: str,
-        args: tuple[Any, ...] = (),
-        *,
-        timeout_s: float | None = None,
-        unique_reply_rank: int | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        """Call one of `WORKER_METHODS` on every rank, after the steps and calls that were sent before.
-
-        Returns the results in rank order, or that of `unique_reply_rank`; with `non_block` a `Future` of the same.
-        `timeout_s`: `Limits.call_s` by default. With `non_block` it is the default limit of the future's `result`, and
-        counts from that call. Raises `UnknownMethod` and ValueError (no such rank) before anything is sent, `WorkerError`
-        (the worker's own error, with its traceback, or an invalid reply), `ExecutorTimeout` and `WorkerDied`.
-        """
-        if method not in WORKER_METHODS:
-            known = ", ".join(sorted(WORKER_METHODS))
-            raise UnknownMethod(f"{method!r} is not a method of a worker; there are {known}")
-        if unique_reply_rank is not None and unique_reply_rank not in range(self.world_size):
-            raise ValueError(f"unique_reply_rank: must be one of 0 to {self.world_size - 1}, got {unique_reply_rank!r}")
-        call = Call(call_id=0, method=method, args=list(args))
-        future = self._call(call, range(self.world_size), unique_reply_rank, timeout_s)
-        return future if non_block else future.result()
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None) -> list[Any]:
+        """Call one of `WORKER_METHODS` on every rank, after the steps and calls that were sent before, and return the
+        results in rank order. `timeout_s`: `Limits.call_s` by default. Raises `WorkerError` (the worker's own error, with
+        its traceback, or an invalid reply), `ExecutorTimeout` and `WorkerDied`."""
+        return self._call(Call(call_id=0, method=method, args=list(args)), range(self.world_size), timeout_s).result()
 
     @abstractmethod
     def check_health(self) -> None:
@@ -344,9 +324,9 @@ class Executor(ABC):
         """Start the workers of this epoch, or leave none behind. Returns the facts by rank."""
 
     @abstractmethod
-    def _call(self, call: Call, ranks: range, reply_rank: int | None, limit_s: float | None) -> Future[Any]:
-        """Send a call, under an id of its own, to these ranks. Its outcome is the list of their results, or the result of
-        `reply_rank`. `limit_s`: the default limit of `result`; `Limits.call_s` by default."""
+    def _call(self, call: Call, ranks: range, limit_s: float | None) -> Future[list[Any]]:
+        """Send a call, under an id of its own, to these ranks. Its outcome is the list of their results. `limit_s`: the
+        default limit of `result`; `Limits.call_s` by default."""
 
     @abstractmethod
     def _discard_workers(self) -> None:

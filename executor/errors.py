@@ -9,10 +9,6 @@ class ExecutorError(Exception):
     """Base of every error of this folder."""
 
 
-class UnknownMethod(ExecutorError):
-    """Raised when a call names a method that is not in `WORKER_METHODS`."""
-
-
 class ExecutorTimeout(ExecutorError, TimeoutError):
     """Raised when a reply did not arrive in time. A late reply is dropped."""
 

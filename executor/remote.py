@@ -148,9 +148,9 @@ class RemoteExecutor(Executor):
 
     # --- steps and calls ---
 
-    def _call(self, call: Call, ranks: range, reply_rank: int | None, limit_s: float | None) -> PendingCall:
+    def _call(self, call: Call, ranks: range, limit_s: float | None) -> PendingCall:
         self.require_workers()
-        pending = self._calls.add(ranks, reply_rank, self._limits.call_s if limit_s is None else limit_s)
+        pending = self._calls.add(ranks, None, self._limits.call_s if limit_s is None else limit_s)
         self._send(encode(msgspec.structs.replace(call, call_id=pending.call_id)), ranks)
         return pending
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from millrace.executor.directory_reaper import socket_directory
+from millrace.executor.socket_directory import socket_directory
 
 START_LIMIT_S = 10.0
 STOP_LIMIT_S = 5.0

@@ -37,15 +37,6 @@ MAX_RETRIES = 100
 _OF_DURATIONS = {timedelta: "; use its .total_seconds()"}
 _OF_TIMES = {datetime: "; use its .timestamp()"}
 
-_DEFAULT_SAMPLING: Any = SamplingParams()
-
-
-def _default_sampling() -> SamplingParams:
-    """Return a copy, since its fields can be set. To make a new one would check all fields again."""
-    made: SamplingParams = _DEFAULT_SAMPLING.__copy__()
-    msgspec.structs.force_setattr(made, "stop_token_ids", [])
-    return made
-
 
 class GenerationRequest(
     msgspec.Struct, metaclass=NamesUnknown, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True
@@ -82,7 +73,7 @@ class GenerationRequest(
     """Variables for the chat template, such as {"enable_thinking": false}. At most 16 KiB as JSON."""
     response_format: Annotated[dict[str, Any] | None, _response_format] = None
     """The form of the output as OpenAI's API names it. It becomes `SamplingParams.structured_outputs`."""
-    sampling: Annotated[SamplingParams, _sampling] = msgspec.field(default_factory=_default_sampling)
+    sampling: Annotated[SamplingParams, _sampling] = msgspec.field(default_factory=SamplingParams)
     """How tokens are sampled, and when the text ends."""
     tenant: Annotated[str, matching(TENANT_PATTERN)] = "default"
     """The account that the job belongs to. Tenants share the engines fairly."""

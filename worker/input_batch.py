@@ -202,10 +202,6 @@ class InputBatch:
         """The token sampled last by slot, NO_TOKEN once a row of the sequence has failed. The last one is NO_SLOT's."""
 
     @property
-    def num_sequences(self) -> int:
-        return len(self._sequences)
-
-    @property
     def num_slots(self) -> int:
         """While it stays, so does the address of `last_tokens`."""
         return len(self._prompt_lens)

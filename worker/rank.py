@@ -115,10 +115,6 @@ class Rank:
         return total_host_bytes()
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> float:
-        if num_device_blocks < 2:
-            raise ConfigError(
-                f"a KV pool of {num_device_blocks} blocks holds nothing, since block 0 is not used: give it at least 2"
-            )
         if self._peers is not None and self._topology.tp_size > 1:
             chosen = [self._model.decoder is not None, self._model.uses_graphs]
             choices = torch.tensor([chosen], dtype=torch.int64, device="cpu")
@@ -173,11 +169,7 @@ class Rank:
         torch.ones(1, dtype=torch.float32, device=self._device).add_(1).item()
 
     def sleep(self, level: int) -> None:
-        """Drop the KV pool with its host tier and all sequences, and take the weights off the device.
-
-        Level 1 moves the weights to host memory; on a CPU they stay where they are. Level 2 drops them, and waking up
-        reads them again.
-        """
+        """See `Worker.sleep`. On a CPU level 1 leaves the weights where they are."""
         assert level in (1, 2), f"sleep level {level!r}"
         self._drop_pool()
         self._model.take_off_device(level)
@@ -199,13 +191,6 @@ class Rank:
     def stats(self) -> dict[str, Any]:
         on_gpu = self._device.type == "cuda"
         return {
-            "rank": self._rank,
-            "num_sequences": self.runner.num_sequences if self.runner else 0,
-            "num_blocks": self._pool.num_blocks if self._pool else 0,
-            "kv_pool_bytes": self._pool.num_bytes() if self._pool else 0,
-            "host_tier_bytes": self._pool.host.num_bytes() if self._pool and self._pool.host else 0,
-            "weight_bytes": self._model.facts.weight_bytes,
-            "weights_on": self._model.location,
             "device_bytes": torch.cuda.memory_reserved(self._device) if on_gpu else None,
             "device_total_bytes": self._device_bytes() if on_gpu else None,
             "device_utilization": device_utilization(self._device),

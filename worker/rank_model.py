@@ -118,7 +118,7 @@ class RankModel:
         return load_tokenizer(config.tokenizer or config.model, self.facts.vocab_size, config.eos_token_ids)
 
     def take_off_device(self, level: int) -> None:
-        """Level 1 moves the weights to host memory; on a CPU they stay where they are. Level 2 drops them."""
+        """Take the weights off the device, see `Worker.sleep`."""
         if self.location == "device":
             self._checksums = checksums(self.module)
         if level == 2:

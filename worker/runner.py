@@ -329,10 +329,6 @@ class Runner:
         """Return the input of the first layer."""
         return {"input_ids": batch.input_ids}
 
-    @property
-    def num_sequences(self) -> int:
-        return self._sequences.num_sequences
-
 
 def largest_prefill(layout: KVLayout, max_num_seqs: int, longest: int) -> StepPlan:
     """Return the most expensive plan: the most tokens of a step in as many rows as may sample, all drawn at random. The

@@ -42,18 +42,6 @@ class ChatTemplate(msgspec.Struct, frozen=True):
                 return self.sources[name]
         raise TextError("the model has no chat template; send a prompt, or start the engine with --chat-template FILE")
 
-    def errors(self) -> list[str]:
-        """Return which templates are not valid, and why. Their chats fail, whatever they contain."""
-        found = []
-        for name, source in self.sources.items():
-            try:
-                compile_template(source)
-            except jinja2.TemplateSyntaxError as error:
-                found.append(
-                    f"the chat template {name!r} is not valid, line {error.lineno}: {error.message}; correct it"
-                )
-        return found
-
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a template makes a prompt of. The fields are those of a request."""
@@ -114,22 +102,24 @@ def read_template(file: str | Path, rule: str = "must be a file with a Jinja tem
 def _valid(source: str, name: str) -> str:
     try:
         compile_template(source)
-    except jinja2.TemplateSyntaxError as error:
-        message = f"chat_template: {name}is not a valid Jinja template: line {error.lineno}: {error.message}"
-        raise ConfigurationError(f"{message}; correct it") from error
+    except TextError as error:
+        raise ConfigurationError(f"chat_template: {name}is not a valid Jinja template: {error}; correct it") from error
     return source
 
 
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> jinja2.Template:
-    """Return the template as a program. Raises jinja2's `TemplateSyntaxError`."""
+    """Return the template as a program. Raises `TextError` if it is not valid."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TextError(f"line {error.lineno}: {error.message}") from error
 
 
 class _Generation(jinja2.ext.Extension):

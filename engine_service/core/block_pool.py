@@ -70,9 +70,6 @@ class BlockPool:
             block.insert_before(self._free)
         self.cache = PrefixCache(self._blocks, layout, self.host)
 
-    def __repr__(self) -> str:
-        return f"BlockPool({self.num_free} of {self.num_blocks - 1} blocks free, {self.layout.block_size} tokens each)"
-
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit when every block is used."""
@@ -134,9 +131,6 @@ class BlockPool:
         return block.block_id
 
     # --- shared blocks ---
-
-    def num_users(self, block_id: int) -> int:
-        return self._blocks[block_id].num_users
 
     def num_free_among(self, hits: Iterable[int]) -> int:
         """How many free blocks it takes to share these: those without a user, and one for each of the host tier."""
@@ -203,25 +197,3 @@ class BlockPool:
             num_swapped_out=self.host.num_swapped_out,
             num_swapped_in=self.host.num_swapped_in,
         )
-
-    def check_integrity(self, tables: Iterable[list[int]]) -> None:
-        """Check that every block is free or in as many of `tables` as it has users, and that hashes lead to their blocks."""
-        self.host.check_integrity()
-        users = [0] * self.num_blocks
-        for table in tables:
-            held = [block_id for block_id in table if block_id != NULL_BLOCK]
-            assert len(held) == len(set(held)), "a table holds a block twice"
-            for block_id in held:
-                users[block_id] += 1
-        assert users == [block.num_users for block in self._blocks], "a block has other users than it counts"
-        free, link = [], self._free.following
-        while link is not self._free:
-            assert link.following.previous is link, "the list of free blocks is broken"
-            free.append(link.block_id)
-            link = link.following
-        free += range(self._next_reserved, self.num_blocks)
-        assert sorted(free) == [n for n in range(1, self.num_blocks) if users[n] == 0], (
-            "a block is lost, or free and used"
-        )
-        assert len(free) == self.num_free
-        self.cache.check_integrity()

@@ -47,9 +47,6 @@ class HostTier:
         """Host blocks that the next plan moves."""
         self.num_swapped_out = self.num_swapped_in = 0
 
-    def __repr__(self) -> str:
-        return f"HostTier({len(self._blocks)} of {self.num_blocks} blocks used)"
-
     @property
     def num_cached(self) -> int:
         return len(self._blocks)
@@ -120,11 +117,3 @@ class HostTier:
     def _move(self, key: BlockKey, host_block: int) -> None:
         self._pinned.add(host_block)
         self._next.keys.append(key)
-
-    def check_integrity(self) -> None:
-        """Check that every block is free or found by one key, and that no host block is moved twice in one direction."""
-        assert sorted([*self._free, *self._blocks.values()]) == list(range(self.num_blocks)), "a host block is lost"
-        for moved in ([host for _, host in self._next.swap_out], [host for host, _ in self._next.swap_in]):
-            assert len(moved) == len(set(moved)), "a host block is moved twice"
-            assert set(moved) <= self._pinned, "a host block that the next plan moves is not pinned"
-        assert self._pinned <= set(self._blocks.values()), "a block that the next plan moves is free"

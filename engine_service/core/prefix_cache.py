@@ -134,10 +134,3 @@ class PrefixCache:
                 block.block_hash = None
             cached.clear()
         self.num_cleared += 1
-
-    def check_integrity(self) -> None:
-        """Check that hashes lead to their blocks."""
-        for group, cached in enumerate(self._cached):
-            for block_hash, block in cached.items():
-                assert (block.block_hash, block.group) == (block_hash, group), "a hash leads to another block"
-        assert len(self) == sum(block.block_hash is not None for block in self._blocks)

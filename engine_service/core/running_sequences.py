@@ -123,21 +123,3 @@ class RunningSequences:
     def take_finished(self) -> list[SeqId]:
         finished, self.finished = self.finished, []
         return finished
-
-    # --- inspection ---
-
-    def check_integrity(self) -> None:
-        """Assert that each block has the users that it counts, that a block in two tables holds the same tokens in both,
-        and that the tables cover the computed tokens."""
-        self.pool.check_integrity(sequence.block_ids for sequence in self)
-        layout = self.pool.layout
-        content: dict[int, tuple[int, bytes]] = {}
-        for sequence in self:
-            num_held = len(sequence.block_ids) - sequence.block_ids.count(NULL_BLOCK)
-            num_tokens = layout.num_tokens_in(sequence.block_ids)
-            assert sequence.num_computed <= num_tokens and num_held <= layout.num_blocks(num_tokens), sequence
-            for entry, block_id in enumerate(sequence.block_ids):
-                if self.pool.num_users(block_id) > 1:
-                    column, group = divmod(entry, layout.num_groups)
-                    held = (group, sequence.hash_blocks(layout.block_size)[column])
-                    assert content.setdefault(block_id, held) == held, f"block {block_id} is shared wrongly"

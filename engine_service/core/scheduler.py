@@ -87,9 +87,6 @@ class Scheduler:
             self._running, self._waiting, self._pace, self._is_in_flight, max_num_seqs=config.max_num_seqs
         )
 
-    def __repr__(self) -> str:
-        return f"Scheduler({len(self._running)} running, {len(self._waiting)} waiting, {self.pool})"
-
     @property
     def pool(self) -> BlockPool:
         return self._running.pool
@@ -327,19 +324,3 @@ class Scheduler:
             num_prompt_tokens=self._num_prompt_tokens,
             pool=self.pool.stats(),
         )
-
-    def check_integrity(self) -> None:
-        """Assert that every part is whole, that no sequence is both running and waiting, and that each running one has one
-        place."""
-        self._running.check_integrity()
-        for sequence in self._running:
-            places = [
-                sequence.seq_id in self._running.ready,
-                sequence.clock is not None,
-                self._is_in_flight(sequence) and not sequence.is_known_to_workers,
-            ]
-            assert sum(places) == 1, sequence
-        assert not any(sequence in self._waiting for sequence in self._running)
-        self._waiting.check_integrity(self._running)
-        members = [each for micro_batch in self._micro_batches for each in micro_batch.members]
-        assert all(each in self._running for each in members) and len(members) == len(set(members))

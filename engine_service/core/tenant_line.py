@@ -55,9 +55,3 @@ class TenantLine:
             del self._by_priority[sequence.priority]
             del self._priorities[bisect_left(self._priorities, sequence.priority)]
         del self.turns[0 if takes_turn else -1]
-
-    def check_integrity(self) -> None:
-        """Check that there is a turn for each sequence, in order, and that nothing is kept of those that have left."""
-        assert len(self.turns) == len(list(self)) and list(self.turns) == sorted(self.turns), "turns are wrong"
-        assert all(self._by_priority.values()) and self._priorities == sorted(self._by_priority), "priorities are wrong"
-        assert self.turns or self.num_running, f"tenant {self.tenant} has nothing here"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from heapq import merge
 from itertools import chain, islice, takewhile
 
@@ -199,18 +199,3 @@ class WaitingQueue:
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:
         """Blocks for the known tokens and one more."""
         return self._layout.num_blocks(sequence.num_tokens + 1)
-
-    def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Check that waiting sequences have no state in the pool, that none was passed over too often, that the sum of their
-        blocks is right, that each is there once, and that the tenants are in order."""
-        waiting = list(self)
-        assert all(not each.block_ids and each.num_computed == 0 for each in waiting), "a waiting sequence has blocks"
-        assert all(each.num_passed_over <= _MAX_PASSED_OVER for each in waiting), "a sequence was passed over too often"
-        assert self.num_blocks == sum(each.num_waiting_blocks for each in waiting), "the sum of their blocks is wrong"
-        assert sorted(each.seq_id for each in waiting) == sorted(self._ids), "a sequence is lost, or there twice"
-        for line in self._lines.values():
-            line.check_integrity()
-        num_running = {tenant: line.num_running for tenant, line in self._lines.items() if line.num_running}
-        assert num_running == Counter(each.tenant for each in running), "the tenants' running sequences are miscounted"
-        places = [(line.num_running > 0, line.turns[0], line) for line in self._lines.values() if line.turns]
-        assert self._order == sorted(places), "the order of the tenants is wrong"

@@ -9,12 +9,8 @@ import socket
 import socketserver
 import sys
 import threading
-import time
-from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedReader
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -25,8 +21,6 @@ from millrace.engine_service.observe.health import Health
 logger = logging.getLogger("millrace.engine")
 
 _PLAIN = "text/plain; charset=utf-8"
-_CLIENT_LIMIT_S = 10.0
-"""Time for a client to send its whole request. An answer that the client does not read gets as long again."""
 
 
 class Endpoint:
@@ -79,40 +73,19 @@ class _Server(ThreadingHTTPServer):
             logger.exception("the endpoint could not answer")
 
 
-def _encoder(accepted: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """Return the function that writes the metrics, and its content type. For an invalid header: the plain format."""
-    try:
-        return choose_encoder(accepted)
-    except (TypeError, ValueError):
-        return choose_encoder("")
-
-
-class _RequestReader(socket.SocketIO):
-    """Reads a request with one time limit for the whole. A timeout of the socket would start again with each byte."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection, "r")
-        self._connection = connection
-        self._deadline_s = time.monotonic() + _CLIENT_LIMIT_S
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Raises `TimeoutError`, on which the base class closes the connection."""
-        self._connection.settimeout(max(1e-3, self._deadline_s - time.monotonic()))
-        return super().readinto(buffer)
-
-
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile.close()
-        self.rfile = BufferedReader(_RequestReader(self.connection))
+    timeout = 10
+    """Seconds that a client may send or read nothing."""
 
     def do_GET(self) -> None:
         match self.path.partition("?")[0]:
             case "/metrics":
-                encode, content_type = _encoder(self.headers.get("Accept", ""))
+                try:
+                    encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+                except (TypeError, ValueError):  # it does not take versions such as "x"
+                    encode, content_type = choose_encoder("")
                 self._answer(HTTPStatus.OK, content_type, encode(self.server.registry))
             case "/health":
                 reason = self.server.health.unhealthy_reason()
@@ -127,7 +100,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, _PLAIN, f"{line}\n".encode())
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-        self.connection.settimeout(_CLIENT_LIMIT_S)
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

@@ -112,7 +112,7 @@ class Admission:
         """Return the ids of the prompt, prompt_token_ids or messages of the request: the last `truncate_to`, as in
         `SamplingParams.truncate_prompt_tokens`. `text`: its `prompt_text`, if that is known.
 
-        Raises `InvalidRequest`, also when they do not fit into the context; without tokenizing, where that is sure before.
+        Raises `InvalidRequest`, also when they do not fit into the context.
         """
         num_kept = self._num_kept(truncate_to)
         if request.prompt_token_ids is None:
@@ -259,8 +259,6 @@ class Admission:
     def _encode(self, text: str, num_kept: int | None, *, is_chat: bool) -> list[int]:
         assert self._tokenizer is not None
         field = "messages" if is_chat else "prompt"
-        if num_kept is None and len(text) >= self._facts.max_model_len:  # the bound of a shorter text refuses nothing
-            self._check_fits(field, self._tokenizer.min_num_tokens(text), "at least ")
         token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat, num_kept=num_kept)
         if not token_ids:
             raise InvalidRequest(field, "is empty; give at least one token")
@@ -375,11 +373,11 @@ class Admission:
         self._check_vocabulary("thinking_token_budget", mark_ids)
         return ThinkingLimit(budget, *mark_ids)
 
-    def _check_fits(self, field: str, num_tokens: int, at_least: str = "") -> None:
+    def _check_fits(self, field: str, num_tokens: int) -> None:
         limit = self._facts.max_model_len
         if num_tokens >= limit:
             rule = f"the context of {limit} must hold an output token too; shorten it"
-            raise InvalidRequest(field, f"has {at_least}{num_tokens} tokens, and {rule}")
+            raise InvalidRequest(field, f"has {num_tokens} tokens, and {rule}")
 
     def _check_vocabulary(self, field: str, token_ids: SequenceOf[int]) -> None:
         size = self._facts.vocab_size

@@ -35,9 +35,6 @@ class Capacity:
         self._has_changed = False
         """Since the last budget."""
 
-    def __repr__(self) -> str:
-        return f"Capacity({self._num_open} of {self._max_open} candidates open, {self._free_tokens} KV tokens free)"
-
     # --- intake ---
 
     def wait_for_budget(self, timeout_s: float) -> ClaimBudget | None:

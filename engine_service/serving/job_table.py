@@ -59,9 +59,6 @@ class JobTable:
         """Served jobs that somebody reads."""
         self._metrics = JobMetrics()
 
-    def __repr__(self) -> str:
-        return f"JobTable({len(self.served)} served, {len(self.pending)} pending)"
-
     def metrics(self) -> JobMetrics:
         metrics = copy.deepcopy(self._metrics)
         metrics.num_open = len(self.served) + len(self.pending)

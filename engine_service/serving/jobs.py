@@ -93,9 +93,6 @@ class ServedJob:
         self.awaits_first_token, self.first_token_s = False, time.monotonic()
         self.generations[0].sequence.is_followed = self.is_first_followed or self.is_watched
 
-    def __repr__(self) -> str:
-        return f"ServedJob({self.job_id}, lease {self.lease}, {self.generations})"
-
     @property
     def generations(self) -> list[Generation]:
         return [candidate.generation for candidate in self.candidates]

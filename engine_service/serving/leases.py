@@ -75,9 +75,6 @@ class Leases:
         """Of the outages that have ended: those after which the server's settings were checked."""
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __repr__(self) -> str:
-        return f"Leases({self.engine_id}, {len(self._held)} held)"
-
     def start(self) -> None:
         """Register with the queue and stay registered. During an outage of Redis, register after it. Raises `QueueError` if
         Redis refuses the first heartbeat."""

@@ -80,9 +80,6 @@ class Service:
         self._reset_number = 0
         """Number of the last reset of the prefix cache."""
 
-    def __repr__(self) -> str:
-        return f"Service({self._jobs}, {self._engine})"
-
     # --- for other threads ---
 
     def post(self, event: EngineEvent) -> None:

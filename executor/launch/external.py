@@ -29,12 +29,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from millrace.executor.directory_reaper import DirectoryReaper, socket_directory
 from millrace.executor.environment import without_secrets
 from millrace.executor.errors import StartError
 from millrace.executor.launch.process import End, LocalRank, RankHandle, close_all, python_path
 from millrace.executor.rank.serve import die_with_parent
 from millrace.executor.remote import RemoteExecutor
+from millrace.executor.socket_directory import socket_directory
 from millrace.executor.wire.channel import Channel, socket_address
 
 logger = logging.getLogger("millrace.executor")
@@ -172,10 +172,10 @@ def become_rank(
     options = ["--address", socket_address(str(directory)), "--identity", f"{rank}.{_START_ID}"]
     options += ["--parent-pid", str(parent_pid), "--log-level", log_level]
     if rank == 0:
-        reaper = _make_directory(directory)
+        reaper_pipe = _make_directory(directory)
         ours = {RENDEZVOUS_DIR: str(directory), PARENT: str(os.getpid())}
         service = subprocess.Popen(
-            service_command, stdin=subprocess.DEVNULL, env={**environment, **ours}, pass_fds=(reaper.fd,)
+            service_command, stdin=subprocess.DEVNULL, env={**environment, **ours}, pass_fds=(reaper_pipe,)
         )
         _publish_pid(directory / _SERVICE, service.pid)
     options += ["--engine-pid", _wait_for_pid(directory / _SERVICE)]
@@ -214,15 +214,21 @@ def _rendezvous_dir(environment: Mapping[str, str], parent_pid: int) -> Path:
     return socket_directory(f"millrace-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
 
 
-def _make_directory(directory: Path) -> DirectoryReaper:
-    """Make the directory, and remove what a killed group left in it. Returns its reaper, which this process loses at
-    `exec`, so the service has to hold it. Raises ValueError when the directory is another user's."""
+def _make_directory(directory: Path) -> int:
+    """Make the directory, and remove what a killed group left in it. Returns a pipe for the service: a shell removes the
+    directory when no process holds it any more. Raises ValueError when the directory is another user's."""
+    # torchrun sends SIGTERM to rank 0 and the service at once. Before the service has opened its socket, which may take
+    # minutes while it downloads a model, neither of them removes the directory.
     if directory.exists():
         _check_owner(directory)
         shutil.rmtree(directory)
-    reaper = DirectoryReaper(str(directory))
+    command = ["/bin/sh", "-c", 'read -r line; rm -rf -- "$0"', str(directory)]
+    reader, writer = os.pipe()
+    null = subprocess.DEVNULL
+    subprocess.Popen(command, stdin=reader, stdout=null, stderr=null, cwd="/", start_new_session=True)
+    os.close(reader)
     directory.mkdir(mode=0o700)
-    return reaper
+    return writer
 
 
 def _publish_pid(pid_file: Path, pid: int) -> None:

@@ -21,7 +21,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from millrace.executor.directory_reaper import temporary_directory
 from millrace.executor.launch.process import PACKAGE_ROOT
 
 logger = logging.getLogger("millrace.executor")
@@ -46,7 +45,7 @@ def known_address() -> str | None:
     named = os.environ.get("RAY_ADDRESS")
     if named:
         return named
-    temporary = os.environ.get("RAY_TMPDIR") or temporary_directory()
+    temporary = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     with contextlib.suppress(OSError):
         address = Path(temporary, "ray", "ray_current_cluster").read_text().strip()
         if does_answer(address):

@@ -116,14 +116,12 @@ class UniprocExecutor(Executor):
 
     # --- steps and calls ---
 
-    def _call(self, call: Call, ranks: range, reply_rank: int | None, limit_s: float | None) -> _FinishedCall:
+    def _call(self, call: Call, ranks: range, limit_s: float | None) -> _FinishedCall:
         method = getattr(self._require_worker(), call.method)
         began_s = time.monotonic()
         self._recorder.num_requests += 1
-        done = _FinishedCall(lambda: method(*call.args))
+        done = _FinishedCall(lambda: [method(*call.args)])
         self._record(done, began_s)
-        if reply_rank is None:
-            done.outcome = [done.outcome]
         return done
 
     @property

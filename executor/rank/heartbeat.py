@@ -25,7 +25,7 @@ class Heartbeat:
         self, socket: zmq.Socket[bytes], engine_pid: int | None = None, rendezvous_dir: str | None = None
     ) -> None:
         """`engine_pid`: this process ends when the engine ends, with its exit status if the engine is its child. It then
-        removes `rendezvous_dir`, which an engine that failed early leaves behind."""
+        removes `rendezvous_dir`, which an engine that failed or was killed early leaves behind."""
         self.phase = "spawn"
         self.device_bytes: int | None = None
         self.device_utilization: float | None = None

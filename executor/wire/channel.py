@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 import shutil
 import socket
-import struct
-import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
-from millrace.executor.directory_reaper import PrivateDirectory
 from millrace.executor.metrics import Recorder
+from millrace.executor.socket_directory import socket_directory
 from millrace.executor.wire.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
 
 if TYPE_CHECKING:
@@ -32,15 +30,9 @@ logger = logging.getLogger("millrace.executor")
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """ZeroMQ closes a connection that sends a larger frame."""
-EXIT_NOTICE_S = 1.0
-"""A connection closes because a process ends, or because ZeroMQ closes it. The end of a process is mostly seen within
-this time, the loss of a whole host later."""
 
 _HEARTBEAT = ".beat"
 """Ends the identity of a heartbeat's socket."""
-_MONITOR_EVENT = struct.Struct("=Hi")
-"""The first frame of a message of ZeroMQ's monitor: the event and its value. zmq's own function for it imports asyncio."""
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -73,7 +65,7 @@ class Channel:
         sockets = ((rank, suffix) for rank in range(world_size) for suffix in ("", _HEARTBEAT))
         self._ranks = {f"{self.identity(rank)}{suffix}".encode(): rank for rank, suffix in sockets}
         """By identity: of each rank the main socket and the heartbeat's."""
-        self._remove_directory: Callable[[], object] | None = None
+        self._directory: str | None = None
         """Set while the socket has a file."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -82,14 +74,8 @@ class Channel:
         self._authenticator: ThreadAuthenticator | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._monitor = self._socket.get_monitor_socket(_REFUSED | zmq.EVENT_DISCONNECTED)
-        self._poller.register(self._monitor, zmq.POLLIN)
         self._watched: set[int] = set()
-        self._closed_s: list[float] = []
-        """When connections closed of which it is not known yet whether their process has ended."""
-        self._num_closings_to_skip = 0
-        """Connections that were refused, and whose closing ZeroMQ is still to report."""
-        self._warned_of: set[str] = set()
+        self._has_warned = False
         if host is not None:
             self._enable_curve()
         try:
@@ -99,16 +85,14 @@ class Channel:
             raise
 
     def _bind(self, host: str | None, directory: str | None) -> str:
-        # The private directory is made last: after that only `bind` can fail, and `close` removes the directory then.
-        if host is None:
-            if directory is None:
-                private = PrivateDirectory()
-                directory, self._remove_directory = private.path, private.remove
-            else:
-                self._remove_directory = partial(shutil.rmtree, directory, ignore_errors=True)
-            self._socket.bind(socket_address(directory))
-        else:
+        if host is not None:
             self._socket.bind(f"tcp://{host}:*")
+        else:
+            # Set before the directory is made: `close` removes it, also where a signal ends the start.
+            self._directory = directory or str(socket_directory(f"millrace-{secrets.token_hex(6)}"))
+            if directory is None:
+                os.mkdir(self._directory, 0o700)
+            self._socket.bind(socket_address(self._directory))
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _enable_curve(self) -> None:
@@ -144,11 +128,7 @@ class Channel:
     def wait(self, timeout_s: float) -> None:
         """Block until something can be received, a watched process has ended, or the timeout has passed."""
         for source, _ in self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)):
-            if source in self._watched:
-                self.has_ended = True
-            elif source is self._monitor:
-                self._handle_connection_event()
-        self._report_closings()
+            self.has_ended |= source in self._watched
 
     def wait_for_message(self, timeout_s: float) -> None:
         """Block until something can be received, or the timeout has passed."""
@@ -177,48 +157,19 @@ class Channel:
             return rank, message
         except (ValueError, msgspec.MsgspecError) as error:
             self._recorder.num_stale_replies += 1
-            self._warn("garbage", f"dropped a message that no worker of ours sent ({error})")
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("dropped a message that no worker of ours sent (%s); later ones are only counted", error)
             return None
 
-    def _handle_connection_event(self) -> None:
-        # For most refused connections ZeroMQ reports two events: the refusal, then the closing. It does not say which two
-        # belong together, so one closing is skipped for each refusal.
-        event = _MONITOR_EVENT.unpack(self._monitor.recv_multipart()[0])[0]
-        if event & _REFUSED:
-            self._recorder.num_stale_replies += 1
-            self._num_closings_to_skip += 1
-            self._warn("refused", "refused a connection: the client does not have this engine's keys")
-        elif self._num_closings_to_skip:
-            self._num_closings_to_skip -= 1
-        else:
-            self._closed_s.append(time.monotonic())
-
-    def _report_closings(self) -> None:
-        """Count and log connections that closed without the end of a rank: ZeroMQ may have closed them."""
-        if self.has_ended:
-            self._closed_s.clear()
-        while self._closed_s and time.monotonic() - self._closed_s[0] > EXIT_NOTICE_S:
-            del self._closed_s[0]
-            self._recorder.num_stale_replies += 1
-            limit_mib = MAX_MESSAGE_BYTES // 2**20
-            cause = f"ZeroMQ closes it after a frame of more than {limit_mib} MiB, or of another protocol"
-            self._warn("closed", f"a connection was closed, but no process has ended; {cause}")
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._warned_of:
-            self._warned_of.add(kind)
-            logger.warning("%s; later cases are counted and not logged", message)
-
     def remove_socket_file(self) -> None:
-        """Remove the file once every rank is connected. If this process is killed before, a reaper removes it."""
-        remove, self._remove_directory = self._remove_directory, None
-        if remove is not None:
-            remove()
+        """Remove the directory of the socket once every rank is connected. If this process is killed before, it stays."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
 
     def close(self) -> None:
         """Close the socket and remove its file. Call it once."""
-        self._socket.disable_monitor()
-        self._monitor.close()
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -98,7 +98,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     attention: str
-    num_parameters: int
     weight_bytes: int
     kv_bytes_per_block: int
     """Bytes of one block over the layers of a group on this rank, keys and values."""
@@ -171,7 +170,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 

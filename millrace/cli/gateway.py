@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from importlib.util import find_spec
-from typing import Any
 
 from millrace.cli.exits import OK, CommandError
 from millrace.cli.options import Verbs, add_verb
@@ -19,36 +18,16 @@ def add_parsers(verbs: Verbs) -> None:
     gateway = verbs.add_parser("gateway", help="run the jobs of another queue system")
     kinds = gateway.add_subparsers(title="kinds", metavar="KIND", required=True)
     summary = "run jobs from RQ queues and return their results to RQ"
-    rq = add_verb(kinds, "rq", run_rq, summary, conflict_handler="resolve")  # --queue is replaced
-    default = "the queue (default: %(default)s)"
-    rq.add_argument("--queue", action=_OneQueue, default="default", metavar="NAME", help=default)
+    rq = add_verb(kinds, "rq", run_rq, summary)
     rq.add_argument("--queues", required=True, type=_names, metavar="A,B", help="RQ queues, the most important first")
     name = "another name of --queue: the Millrace queue that runs the jobs"
-    rq.add_argument("--to-queue", action=_OneQueue, dest="queue", default=argparse.SUPPRESS, metavar="NAME", help=name)
+    rq.add_argument("--to-queue", dest="queue", default=argparse.SUPPRESS, metavar="NAME", help=name)
     most = "hold at most N RQ jobs at a time (default: %(default)s)"
     rq.add_argument("--max-in-flight", type=counted, default=DEFAULT_MAX_IN_FLIGHT, metavar="N", help=most)
     rq.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="text lines, or one JSON object a line"
     )
     rq.add_argument("--check", action="store_true", help="exit with 0 if such a gateway runs on this host, else with 1")
-
-
-class _OneQueue(argparse.Action):
-    """Stores the Millrace queue. Refuses a second, different one: argparse would take the last one without an error."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        option, given = getattr(namespace, "given_queue", (option_string, values))
-        if given != values:
-            other = "the gateway has one Millrace queue"
-            raise argparse.ArgumentError(self, f"{values!r} is not the queue of {option}, {given!r}; {other}")
-        namespace.given_queue = (option, given)
-        namespace.queue = values
 
 
 def run_rq(args: argparse.Namespace) -> int:

@@ -1,5 +1,4 @@
 -- Turns an inbox entry into a job: nothing -> queued, or delayed. The first engine that calls it gets the entry.
--- KEYS  1 the queue's prefix
 -- ARGV  1 id of the inbox entry,
 --       2..10 the job as in submit: id, digest, body, cost, seed, tenant, priority, "1" when streamed or "", options or ""
 -- Returns "created", "exists", "full <limit> <value>" (the entry stays in the inbox: try again later), "conflict" (another job

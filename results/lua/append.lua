@@ -1,5 +1,4 @@
 -- Keeps output of a running job, and publishes an event of it: running -> running. Safe to repeat.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 lease, 3 fingerprint of the engine's model, then for each candidate with new output 10 values: "" for the
 --       only candidate of a job, ":<index>" for one of several, offset of the first token, tokens (4 bytes each); of its
 --       event the offset, the number of tokens, the token ids (JSON), the text; where log-probabilities are wanted, those

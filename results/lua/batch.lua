@@ -1,5 +1,4 @@
 -- Counts the jobs of a batch. No transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 the batch
 -- Returns nil (unknown) or an array: created ms, queued, delayed, running, finished, failed, cancelled, expired, the
 --       milliseconds until all have ended, estimated from the pace of the last completions while jobs waited and from the jobs in

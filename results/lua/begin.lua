@@ -1,6 +1,5 @@
 -- Records that an engine begins to compute a job that runs alone: running -> running. Until then the engine's death does not
 -- count against the job (see recover). Safe to repeat.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 lease
 -- Returns "ok" or "stale" (the lease is not, or no longer, the job's)
 -- include: queue lease

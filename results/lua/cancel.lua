@@ -1,6 +1,5 @@
 -- Cancels a job: queued, delayed -> cancelled at once. A running job gets a flag, and its engine a signal; the engine ends the
 -- job. A job that has ended stays as it is.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns nil (unknown), "cancelled", "cancelling", or the state that the job had ended in before
 -- include: queue record signals ready dequeue end_job

@@ -3,7 +3,6 @@
 -- job that it may not take, so that a large job is not passed over again and again. Jobs that nobody can run now, after their
 -- deadline or of another model, are set aside; after a claim that only did that, claim again. In a paused queue a claim takes
 -- nothing.
--- KEYS  1 the queue's prefix
 -- ARGV  1 engine id, 2 claim id (repeating it returns the same jobs), 3 most jobs, 4 KV budget in tokens,
 --       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine calls `begin`
 --       before it computes a job that runs alone (may be omitted), 8 digests of the beginnings of prompts that the engine has

@@ -1,6 +1,5 @@
 -- Deletes a job that has ended: its request, its output and its record, as their TTLs would later. What was counted stays
 -- counted, also in its batch. Any other job stays. After that a job of the same id is a new one.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns nil (unknown), "deleted", or the state of a job that has not ended
 -- include: queue record candidates

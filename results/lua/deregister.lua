@@ -1,5 +1,4 @@
 -- Removes an engine. Its jobs go back: running -> queued; the attempts do not count.
--- KEYS  1 the queue's prefix
 -- ARGV  1 engine id
 -- Returns the number of jobs that went back
 -- include: queue work give_back

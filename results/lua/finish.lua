@@ -1,6 +1,5 @@
 -- Ends a running job: running -> finished, failed, cancelled or expired; or, when the failure is retryable and retries
 -- are left, running -> delayed, with its checkpoint. Safe to repeat.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 lease, 3 state, 4 finish reason; with several candidates also that of each one, separated by spaces,
 --       5 prompt tokens, 6 completion tokens, 7 cached tokens, 8 the error (JSON) or "", 9 "1" when the failure is
 --       retryable or "", 10 how many ms ago the first token came or "", 11 the log-probabilities of the prompt (JSON) or "",

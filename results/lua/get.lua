@@ -1,5 +1,4 @@
 -- Reads a job. No transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns nil (unknown) or an array: state, attempt, created, started or "", ended or "", the part of each candidate that was
 --       trimmed from the stream, see `trimmed`, the entries of the stream, and last, each "" where there is none: meta (JSON),

@@ -2,7 +2,6 @@
 -- does not name in two heartbeats in a row goes back: running -> queued; the attempt does not count. (In one heartbeat it may
 -- be missing because the reply to its claim is on its way.) Engines with a longer limit than a new engine get a `beat now`.
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline.
--- KEYS  1 the queue's prefix
 -- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 its sleep level: "0" (awake), "1" or "2", 4 the name of
 --       its model, then for each job that it holds 2 values: id, lease
 -- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then the

@@ -1,5 +1,4 @@
 -- Reads inbox entries, with a bound in bytes. No transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 id to read after ("0-0" for all), 2 most entries, 3 most bytes (the entry that exceeds them is the last one),
 --       4 bytes of the longest body that is sent
 -- Returns for each entry an array: id, bytes of its field `job`, that field; of a longer one only the first 4,096 bytes

@@ -1,5 +1,4 @@
 -- Lists jobs in a state: those next in line, or those that run. The ends are in `done`, and in `dead`. No transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 state: queued, delayed or running, 2 most ids, 1 .. 10,000
 -- Returns an array of job ids; there may be more
 -- include: queue dequeue

@@ -1,6 +1,5 @@
 -- Pauses or resumes a queue. While it is paused, claims take nothing; running jobs continue and new jobs are accepted. No
 -- transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 "1" to pause, "" to resume
 -- Returns "ok"
 -- include: queue work

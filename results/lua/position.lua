@@ -1,5 +1,4 @@
 -- Estimates when a job begins. No transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns nil (unknown) or an array: state; jobs likely to begin before it, -1 unless it is queued; milliseconds until it
 --       begins at the pace of the last completions while jobs waited, -1 where that is not known; 1 while the job waits for

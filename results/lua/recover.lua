@@ -6,7 +6,6 @@
 -- alone (see claim), so that no other job dies with it. After 3 deaths alone, at 5, it fails.
 -- Claim stores the lease of a job that runs alone as `unbegun`, and begin removes it. An engine that died in between was killed
 -- by something else: `false_starts` counts those deaths. They have a limit too, since the engine may die of reading the prompt.
--- KEYS  1 the queue's prefix
 -- ARGV  1 most jobs to recover in this call
 -- Returns for each dead engine with jobs an array: its id, the number of jobs recovered, then the ids of those that failed; call
 --       again while the numbers add up to the most

@@ -1,6 +1,5 @@
 -- Submits the body of a failed, expired or cancelled job as a new job, <id>.r<n>: nothing -> queued. Both records name each
 -- other. Safe to repeat: a job is redriven once; its redrive may be redriven in turn.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns nil (unknown) or an array: "created" and the new id; "exists" and the id of the earlier redrive; "refused" and
 --       the job's state; "no body" and "" when there is no valid request; "no id" and "" when the new id would be too long

@@ -1,6 +1,5 @@
 -- Rejects an inbox entry: nothing -> failed under its id; without an id, or where the id belongs to another job, the entry goes
 -- to `rejected`. The first engine that calls it gets the entry.
--- KEYS  1 the queue's prefix
 -- ARGV  1 id of the inbox entry, 2 job id or "", 3 digest of the raw entry, 4 the raw entry (its first 4,096 bytes are
 --       enough), 5 the error (JSON)
 -- Returns "failed", "exists" (the same entry was refused before), "rejected" or "taken" (another engine had the entry)

@@ -1,6 +1,5 @@
 -- Gives a job back with its output so far: running -> queued, or delayed; cancelled when that was requested; expired after its
 -- deadline. The attempt does not count.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 lease, 3 fingerprint of the engine's model, 4 the delay in ms, or "0", then for each candidate with new
 --       output 4 values: "" for the only candidate of a job, ":<index>" for one of several, offset of the first token,
 --       tokens (4 bytes each), and their log-probabilities (a line of JSON each) or "", which the last one may leave out

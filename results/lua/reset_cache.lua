@@ -1,6 +1,5 @@
 -- Requests that engines forget their prefix caches: writes a number that grows into their heartbeats, and signals them to send the
 -- next one at once. No transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 engine id, or "" for every engine of the queue
 -- Returns the ids of the engines that were signalled: those with a heartbeat
 -- include: queue serial engines

@@ -1,6 +1,5 @@
 -- Requests that engines sleep or wake up: writes the level into their heartbeats, and signals them to send the next one at
 -- once. No transition by itself; an engine that falls asleep releases its jobs, and claims nothing while it sleeps.
--- KEYS  1 the queue's prefix
 -- ARGV  1 "1" to sleep with the weights in host memory, "2" without them, "0" to wake up
 --       2 engine id, or "" for every engine of the queue
 -- Returns the ids of the engines that were signalled: those with a heartbeat

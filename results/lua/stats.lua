@@ -1,5 +1,4 @@
 -- Counts the jobs of a queue. No transition.
--- KEYS  1 the queue's prefix
 -- Returns an array: queued, delayed, running, engines alive, finished, failed, cancelled, expired, generated tokens,
 --       stale writes, the expected tokens of the queued and delayed jobs, the age of the oldest queued job in ms or 0, 1 when
 --       paused or 0, and an array: for each engine alive its id and its sleep level, 0 (awake) to 2; 1 when an engine

@@ -1,5 +1,4 @@
 -- Submits new jobs: nothing -> queued, or delayed. Safe to repeat.
--- KEYS  1 the queue's prefix
 -- ARGV  for each job 9 values: id, digest, body, cost, seed, tenant, priority, "1" when streamed or "", options or ""
 --       The digest, 64 digits, may end with "-" and the 8 hexadecimal digits of how the prompt begins.
 --       The options are a JSON object with any of: delay_ms, run_at_ms, deadline_ms (from now), max_retries, meta (the

@@ -1,5 +1,4 @@
 -- Reads the part of the output that was trimmed from a job's stream. No transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns an array: the id of the last trimmed entry or "", then for each candidate an array: the text, the tokens (4 bytes each),
 --       the log-probabilities, a line of JSON for each token, of these and maybe of later ones, and the parts of a chat, a line of

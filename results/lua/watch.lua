@@ -1,5 +1,4 @@
 -- Marks a job as read live for a while, and signals its engine when that is new. No transition.
--- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 for how long in ms
 -- Returns nil (unknown) or an array: state, tokens trimmed from the stream, id of the last trimmed entry or "", 0 when the
 --       job has ended and its stream has expired, else 1

@@ -36,7 +36,7 @@ def test_a_failed_job_and_a_drain(start_engine: StartEngine, client: Client) -> 
     assert engine.terminate() == 0
     ((level, message),) = messages(engine, f"job {failed} failed")
     assert level == "WARNING"
-    assert "invalid_request: prompt: has at least" in message
+    assert re.search(r"invalid_request: prompt: has \d+ tokens, and the context of 1024 must hold", message)
     assert SECRET not in engine.text()
     first, second, *_, last = (message for _, message in messages(engine, "^drain"))
     assert first == "draining: the engine claims no more jobs"

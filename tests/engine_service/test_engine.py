@@ -22,6 +22,7 @@ from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.calls import PendingCall
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import FromWorker, StepPlan, WorkerConfig
+from tests.engine_service.core.integrity import check_scheduler
 from tests.engine_service.core.sequences import assert_complete_logprobs, make_sequence, stub_output
 from tests.executor.kinds import STUB
 from tests.executor.stub import StubWorker
@@ -72,7 +73,7 @@ def run(engine: Engine, generations: list[Generation]) -> list[Progress]:
         if not engine.has_work:
             return ended
         ended += [one for one in engine.step() if one.finish_reason or one.failure]
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     raise AssertionError(f"not done: {engine}")
 
 
@@ -212,7 +213,7 @@ def run_until(engine: Engine, is_reached: Callable[[], bool]) -> None:
         if is_reached():
             return
         engine.step()
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     raise AssertionError(f"not reached: {engine}")
 
 
@@ -416,7 +417,7 @@ def test_an_interruption_between_two_sequences_of_a_step_leaves_none_behind(
         patch.setattr(Sequence, "append", append_one)
         with pytest.raises(KeyboardInterrupt):
             run(engine, generations)
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     assert len(run(engine, [])) == len(generations)
     assert_undisturbed(generations)
 

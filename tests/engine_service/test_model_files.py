@@ -96,11 +96,15 @@ def test_an_adapter_is_no_model_and_a_model_is_no_adapter(tmp_path: Path, monkey
         with pytest.raises(ConfigurationError, match=r"^adapter: .* has no adapter_config\.json; name the directory"):
             resolve_adapter(adapter)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    with pytest.raises(
-        ConfigurationError, match=r"is a LoRA adapter .*; name org/base, and this directory as adapter$"
-    ):
+    with pytest.raises(ConfigurationError, match=r"is a LoRA adapter .*; name org/base, and it as adapter$"):
         resolve_model(str(tmp_path))
-    assert resolve_adapter(str(tmp_path)) == resolve_adapter("org/name") == tmp_path
+    with pytest.raises(ConfigurationError, match="is a LoRA adapter"):
+        resolve_model("org/name")
+    (tmp_path / "config.json").write_text("{}")  # as axolotl saves it
+    for adapter in (str(tmp_path), "org/name"):
+        assert resolve_adapter(adapter) == resolve_model(adapter, or_adapter=True) == tmp_path
+    with pytest.raises(ConfigurationError, match=r"^adapter: .* is a file; name the directory of an adapter$"):
+        resolve_adapter(f"{tmp_path}/config.json")
     with pytest.raises(ConfigurationError, match=r"^adapter: there is no directory \./nowhere"):
         resolve_adapter("./nowhere")
 
@@ -113,6 +117,18 @@ def test_the_tokenizer_is_that_of_the_adapter_if_it_has_one(has_own: bool, given
     config = with_local_adapter(EngineConfig(model="m", adapter=str(tmp_path), tokenizer=given))
     assert config.tokenizer == (given or (str(tmp_path) if has_own else None))
     assert config.for_worker(tmp_path).weights == str(tmp_path)
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", {"content": "<|im_end|>"}, "<other>", None])
+def test_the_end_token_of_an_adapters_tokenizer_ends_a_sequence_too(token: object, tmp_path: Path) -> None:
+    """As of an adapter for chats, over a base model with another one."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    assert eos_token_ids(tmp_path, str(adapter)) == [7, 0]
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    (adapter / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "<|im_end|>"}]}))
+    assert eos_token_ids(tmp_path, str(adapter)) == [7, 0] + [9] * ("im_end" in str(token))
 
 
 # --- the fingerprint ---

@@ -16,6 +16,7 @@ from millrace.executor.errors import WorkerDied
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.sizes import smaller_sizes, why_impossible
+from tests.engine_service.core.integrity import check_scheduler
 from tests.engine_service.test_engine import Build, assert_undisturbed, build, generation, run
 
 __all__ = ["build"]
@@ -211,7 +212,7 @@ def test_after_a_nap_everything_goes_on_where_it_was(build: Build, kind: type[Ex
     with pytest.raises(Asleep):
         engine.step()
     engine.wake_up()
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     while engine.has_work:
         engine.step()
     assert_undisturbed(generations)

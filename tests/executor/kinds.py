@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from millrace.executor.base import Executor
+from millrace.executor.base import Executor, Future
 from millrace.executor.launch.external import RENDEZVOUS_DIR, ExternalLauncherExecutor
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.process import python_path
@@ -25,7 +26,16 @@ from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.limits import Limits
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import socket_address
-from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
+from millrace.executor.wire.messages import (
+    Call,
+    ModelFacts,
+    NewSequence,
+    SeqId,
+    StepId,
+    StepPlan,
+    StepRow,
+    WorkerConfig,
+)
 from tests.engine_service.core.sequences import GREEDY
 from tests.processes import LIMIT_S
 
@@ -148,6 +158,11 @@ def start(executor: Executor) -> Executor:
     executor.start()
     executor.initialize_cache(*executor.determine_num_available_blocks())
     return executor
+
+
+def begin_call(executor: Executor, method: str, *args: object, limit_s: float | None = None) -> Future[list[Any]]:
+    """Like `collective_rpc`, but without waiting for the results."""
+    return executor._call(Call(call_id=0, method=method, args=list(args)), range(executor.world_size), limit_s)
 
 
 def first_step(executor: Executor, step_id: int = 1, seq_id: int = 1, depth: int = 1) -> StepPlan:

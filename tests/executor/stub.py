@@ -119,7 +119,6 @@ class StubWorker:
             dtype="float32",
             device="cpu",
             attention="none",
-            num_parameters=0,
             weight_bytes=(1 + self._rank) * 2**20,
             kv_bytes_per_block=self._kv_bytes_per_block,
             kv_layout=KVLayout(

@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 
-from millrace.executor.errors import ExecutorTimeout, StartError, UnknownMethod, WorkerDied, WorkerError
+from millrace.executor.errors import ExecutorTimeout, StartError, WorkerDied, WorkerError
 from millrace.executor.histogram import Histogram
 from millrace.executor.metrics import ExecutorMetrics
-from tests.executor.kinds import Make, check_health_for, first_step, kinds, start, wait_until_gone, worker_pids
+from tests.executor.kinds import (
+    Make,
+    begin_call,
+    check_health_for,
+    first_step,
+    kinds,
+    start,
+    wait_until_gone,
+    worker_pids,
+)
 from tests.executor.stub import DEVICE_S, next_token
 from tests.processes import wait_until
 
@@ -92,22 +101,17 @@ def test_a_step_brings_the_tokens_of_the_rows_that_sample(make: Make) -> None:
 
 
 @every_kind
-def test_results_come_as_a_list_in_rank_order_or_as_the_one_of_a_rank(make: Make) -> None:
+def test_results_come_as_a_list_in_rank_order(make: Make) -> None:
     executor = start(make())
     assert [figures["rank"] for figures in executor.collective_rpc("stats")] == list(range(executor.world_size))
-    last_rank = executor.world_size - 1
-    assert executor.collective_rpc("stats", unique_reply_rank=last_rank)["rank"] == last_rank
-    for stranger in (-1, executor.world_size):
-        with pytest.raises(ValueError, match=f"unique_reply_rank: must be one of 0 to {last_rank}, got {stranger}"):
-            executor.collective_rpc("stats", unique_reply_rank=stranger)
 
 
 @every_kind
 def test_futures_may_be_asked_in_any_order(make: Make) -> None:
     executor = start(make())
     step = executor.execute_model(first_step(executor))
-    stats = executor.collective_rpc("stats", unique_reply_rank=0, non_block=True)
-    assert stats.result(60.0)["num_steps"] == 1
+    stats = begin_call(executor, "stats")
+    assert stats.result(60.0)[0]["num_steps"] == 1
     assert len(step.result(60.0).token_ids) == 1
     assert step.result(0.0) is step.result(60.0)
 
@@ -251,7 +255,7 @@ def test_a_call_that_is_not_answered_has_failed(make: Make) -> None:
         executor.execute_model(first_step(executor)).result(timeout_s=0.1)
     assert executor.stats().num_failed == before.num_failed + 1
     for _ in range(2):
-        executor.collective_rpc("stats", non_block=True)
+        begin_call(executor, "stats")
     executor.restart()
     after = executor.stats()
     assert after.num_failed == before.num_failed + 3
@@ -290,11 +294,13 @@ def test_an_executor_that_can_not_restart_refuses_a_restart(make: Make) -> None:
     assert not caught.value.is_retryable
 
 
-@every_kind
-def test_an_unknown_method_is_refused_before_anything_is_sent(make: Make) -> None:
+@own_process
+@pytest.mark.parametrize("method", ["__class__", "execute_model"])
+def test_a_rank_refuses_calls_of_unknown_methods(make: Make, method: str) -> None:
     executor = start(make())
-    with pytest.raises(UnknownMethod, match="__class__"):
-        executor.collective_rpc("__class__")
+    with pytest.raises(WorkerError, match=f"unknown method '{method}'"):
+        executor.collective_rpc(method)
+    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
 
 
 @every_kind
@@ -305,7 +311,7 @@ def test_a_worker_that_raises_answers_with_kind_message_and_traceback(make: Make
     assert caught.value.failure.kind == "RuntimeError"
     assert "told to raise" in caught.value.failure.message
     assert "launch" in caught.value.failure.traceback
-    assert executor.collective_rpc("stats", unique_reply_rank=0)["num_steps"] == 1
+    assert executor.collective_rpc("stats")[0]["num_steps"] == 1
 
 
 @every_kind
@@ -390,20 +396,18 @@ def test_a_worker_that_dies_during_the_start_can_be_tried_again(make: Make, tmp_
 @own_process
 def test_a_reply_that_comes_too_late_is_dropped_and_counted(make: Make) -> None:
     executor = start(make())
-    call = executor.collective_rpc("stats", non_block=True)
     with pytest.raises(ExecutorTimeout):
-        call.result(timeout_s=0)
+        executor.collective_rpc("stats", timeout_s=0)
     executor.collective_rpc("check_health")
     assert executor.stats().num_stale_replies == executor.world_size
 
 
 @own_process
-def test_a_non_blocking_call_keeps_its_limit(make: Make) -> None:
+def test_a_call_keeps_its_limit(make: Make) -> None:
     executor = start(make("hang-at-step=1"))
     executor.execute_model(first_step(executor))
-    call = executor.collective_rpc("stats", timeout_s=0.2, non_block=True)
     with pytest.raises(ExecutorTimeout, match=r"within 0\.2 s"):
-        call.result()
+        executor.collective_rpc("stats", timeout_s=0.2)
 
 
 @own_restartable

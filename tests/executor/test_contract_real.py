@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from millrace.executor.base import Executor
-from millrace.executor.errors import ExecutorTimeout, UnknownMethod, WorkerError
+from millrace.executor.errors import ExecutorTimeout, WorkerError
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.messages import WorkerConfig
 from tests.e2e.engines import TINY
-from tests.executor.kinds import KINDS, check_health_for, decode, first_step, kinds, start
+from tests.executor.kinds import KINDS, begin_call, check_health_for, decode, first_step, kinds, start
 
 pytestmark = pytest.mark.ranks
 
@@ -50,25 +50,19 @@ def test_the_contract_holds_with_a_real_model(make: Executor, expected: list[int
     facts = executor.start()
     assert (facts.architecture, facts.dtype) == ("LlamaForCausalLM", "float32")
     assert executor.determine_num_available_blocks() == (32, 0)
-    with pytest.raises(WorkerError, match="holds nothing") as caught:
-        executor.initialize_cache(1, 0)
-    assert caught.value.failure.kind == "ConfigError"
+    with pytest.raises(WorkerError, match="there is no KV pool yet") as caught:
+        executor.execute_model(first_step(executor)).result(60.0)
+    assert caught.value.failure.kind == "PlanError"
     assert "Traceback" in caught.value.failure.traceback
     executor.initialize_cache(32, 0)
     assert two_tokens(executor) == expected
 
-    last = executor.world_size - 1
-    assert [figures["rank"] for figures in executor.collective_rpc("stats")] == list(range(executor.world_size))
-    assert executor.collective_rpc("stats", unique_reply_rank=last)["rank"] == last
-    futures = [
-        executor.collective_rpc("stats", non_block=True),
-        executor.collective_rpc("check_health", non_block=True),
-    ]
+    futures = [begin_call(executor, "stats"), begin_call(executor, "check_health")]
     assert futures[1].result(60.0) == [None] * executor.world_size
     assert len(futures[0].result(60.0)) == executor.world_size
-    with pytest.raises(UnknownMethod):
-        executor.collective_rpc("eval")
     if isinstance(executor, RemoteExecutor):
+        with pytest.raises(WorkerError, match="unknown method 'eval'"):
+            executor.collective_rpc("eval")
         with pytest.raises(ExecutorTimeout):
             executor.collective_rpc("check_health", timeout_s=0.0)
         check_health_for(executor, 0.5)

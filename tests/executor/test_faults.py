@@ -250,17 +250,15 @@ def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
     rude: Rude, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("millrace.executor.wire.channel.MAX_MESSAGE_BYTES", LARGEST_FRAME)
-    monkeypatch.setattr("millrace.executor.wire.channel.EXIT_NOTICE_S", 0.2)
     executor = start(rude("crowd", "slow=300"))
     before = executor.stats()
     with caplog.at_level(logging.WARNING, "millrace.executor"):
         result = executor.execute_model(first_step(executor)).result()
-        wait_for_figures(executor, lambda figures: figures.num_stale_replies >= 5)
+        wait_for_figures(executor, lambda figures: figures.num_stale_replies >= 3)
     assert result.token_ids == [next_token(7, 3)]
     assert len([record for record in caplog.records if "no worker of ours" in record.message]) == 1
-    assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
     after = executor.stats()
-    assert after.num_stale_replies == 5  # garbage twice, twice too large, once of another start
+    assert after.num_stale_replies == 3  # garbage twice, once of another start; ZeroMQ drops what is too large
     assert (after.num_failed, after.num_failed_workers) == (before.num_failed, before.num_failed_workers)
     assert len(executor.execute_model(decode(executor, 2)).result().token_ids) == 1
 
@@ -344,6 +342,7 @@ def test_an_engine_that_is_killed_leaves_no_worker_and_no_file(tmp_path: Path, s
         assert len(fds) == 2
         for fd in fds:
             wait_for_end(fd)
+        assert list(short_path.iterdir()) == []
 
 
 def wait_for_end(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Which rank an error names, what may be called, and a start for which the system lacks a directory or a process."""
+"""Which rank an error names, and a start for which the system lacks a directory or a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.executor.errors import StartError, UnknownMethod, WorkerDied, WorkerError
+from millrace.executor.errors import StartError, WorkerDied, WorkerError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from tests.executor.kinds import Make, decode, first_step, start, stub_config
 from tests.processes import wait_until
@@ -71,18 +71,6 @@ def test_a_rank_whose_stats_fail_goes_on(fragile: list[MultiprocExecutor], capfd
         executor.worker_stats()  # after a call it also takes a sample for its heartbeat
     assert len(executor.execute_model(decode(executor, 2)).result().token_ids) == 1
     assert "reading the worker's stats failed" in capfd.readouterr().err
-
-
-# --- what may be called ---
-
-
-@pytest.mark.parametrize("make", ["uni", "mp"], indirect=True)
-@pytest.mark.parametrize("method", ["execute_model", "shutdown"])
-def test_steps_and_the_end_are_no_calls(make: Make, method: str) -> None:
-    executor = start(make())
-    with pytest.raises(UnknownMethod, match=f"'{method}' is not a method of a worker; there are check_health,"):
-        executor.collective_rpc(method)
-    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
 
 
 # --- a system without resources ---

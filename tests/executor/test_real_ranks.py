@@ -16,6 +16,7 @@ from millrace.executor.wire.calls import PendingCall
 from millrace.executor.wire.messages import StepPlan
 from millrace.producer.sampling import SamplingParams
 from tests.e2e.engines import TINY
+from tests.engine_service.core.integrity import check_scheduler
 from tests.processes import all_children_of
 
 pytestmark = pytest.mark.ranks
@@ -184,7 +185,7 @@ def test_ten_restarts_in_a_step_leave_memory_and_pool_as_they_were(
             assert generate(llm) == expected
             if strike.has_landed:
                 seen.append(what_is_left(short_path))
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
             assert scheduler.pool.num_free == scheduler.pool.num_blocks - 1
         assert llm.metrics().executor.num_restarts == 10
     first, last = seen[1], seen[-1]

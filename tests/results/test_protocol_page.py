@@ -38,8 +38,8 @@ def test_every_script_is_on_the_page_and_says_what_it_does() -> None:
     for path in (ROOT / "results" / "lua").glob("*.lua"):
         assert f"`{path.stem}`" in PAGE
         assert SCRIPTS[path.stem].startswith("-- ")
-        assert "\n-- KEYS " in SCRIPTS[path.stem]
         assert "\n-- Returns " in SCRIPTS[path.stem]
+    assert "`KEYS[1]` is the prefix `millrace:{<queue>}:`" in PAGE
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine: the shell example is not run")

@@ -48,6 +48,20 @@ def start_worker(model: Path, **options: object) -> Rank:
     return worker
 
 
+def num_sequences(worker: Rank) -> int:
+    """Sequences whose state the rank holds."""
+    return len(worker.runner._sequences._sequences) if worker.runner is not None else 0
+
+
+def pool_bytes(worker: Rank) -> int:
+    """Bytes of the KV pool on the device."""
+    return worker._pool.num_bytes() if worker._pool is not None else 0
+
+
+def host_tier_bytes(worker: Rank) -> int:
+    return worker._pool.host.num_bytes() if worker._pool is not None and worker._pool.host is not None else 0
+
+
 @dataclass
 class Request:
     seq_id: SeqId

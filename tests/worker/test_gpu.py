@@ -15,7 +15,7 @@ from msgspec import structs
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.host_tier import HostBlocks
 from millrace.worker.rank import Rank
-from tests.worker.driver import GREEDY, Driver, execute, start_worker
+from tests.worker.driver import GREEDY, Driver, execute, pool_bytes, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
 from tests.worker.test_batch_invariant import check_bits
 from tests.worker.test_no_waiting import BLOCKS_PER_SEQUENCE, CPU, NUM_STEPS, ROWS, make_runner, run_ahead
@@ -69,7 +69,7 @@ def test_a_rank_that_sleeps_gives_pool_and_weights_back(level: int, tmp_path: Pa
     worker = start_worker(tmp_path, device="cuda", num_blocks=None, kv_cache_memory_bytes=1024 * MIB)
     prompt = list(range(1, 40))
     before = feed(worker, 1, prompt)
-    held = worker.stats()["kv_pool_bytes"] + worker.stats()["weight_bytes"]
+    held = pool_bytes(worker) + worker._model.facts.weight_bytes
     assert held > 1150 * MIB
     free_awake = torch.cuda.mem_get_info()[0]
     worker.sleep(level)
@@ -100,9 +100,9 @@ def test_the_end_of_a_long_prompt_takes_no_more_than_was_profiled(tmp_path: Path
     for number, start in enumerate(range(0, LONGEST, CHUNK), 1):
         yielded = feed(worker, number, prompt, start, CHUNK)
     assert len(yielded) == 1
-    pool_bytes = worker.stats()["kv_pool_bytes"]
-    assert pool_bytes > share * total - 4096 * MIB, "the profile takes more than a long prompt needs"
-    assert torch.cuda.max_memory_allocated() - pool_bytes > 1024 * MIB, "the prompt is too short to show anything"
+    held = pool_bytes(worker)
+    assert held > share * total - 4096 * MIB, "the profile takes more than a long prompt needs"
+    assert torch.cuda.max_memory_allocated() - held > 1024 * MIB, "the prompt is too short to show anything"
     assert torch.cuda.max_memory_allocated() + used_by_others <= share * total + 16 * MIB
     worker.shutdown()
 

@@ -27,7 +27,7 @@ import gc, transformers
 assert "LlamaForCausalLM" not in dir(transformers), "all models were listed"
 assert gc.isenabled() and gc.get_freeze_count() > 0
 facts = create_worker(0, 1, 1, WorkerConfig(model={str(tmp_path)!r}, device="cpu"), "").start(lambda _: None)
-assert facts.num_parameters > 0
+assert facts.weight_bytes > 0
 from transformers import PreTrainedTokenizerFast
 from transformers.models.mistral import MistralForCausalLM
 """

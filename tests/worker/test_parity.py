@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.kernels.library import find_kernels
-from tests.worker.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, Request, execute, start_worker
+from tests.worker.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, Request, execute, pool_bytes, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
 
 NEAR_TIE = 1e-3
@@ -125,7 +125,7 @@ def test_a_kv_pool_of_another_number_format_changes_no_clear_choice(
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for attention in ("cpu", "reference"):
         worker = start_worker(tmp_path, dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention=attention)
-        assert worker.stats()["kv_pool_bytes"] == NUM_BLOCKS * BLOCK_SIZE * KV_BYTES_PER_TOKEN[kv_cache_dtype]
+        assert pool_bytes(worker) == NUM_BLOCKS * BLOCK_SIZE * KV_BYTES_PER_TOKEN[kv_cache_dtype]
         for request in Driver(worker, seed=1).run(prompts(1)[:3], MAX_TOKENS):
             with torch.no_grad():
                 logits = model(torch.tensor([request.tokens])).logits[0, len(request.prompt) - 1 : -1]
@@ -144,7 +144,7 @@ def test_a_kv_pool_in_fp8_is_close_to_transformers(arch: str, device: str, dtype
     attention = "reference" if device == "cpu" else "auto"
     worker = start_worker(tmp_path, device=device, attention=attention, dtype=dtype, kv_cache_dtype="fp8")
     if arch == "llama":
-        assert worker.stats()["kv_pool_bytes"] == NUM_BLOCKS * BLOCK_SIZE * 3 * 2 * 2 * (16 + 4)
+        assert pool_bytes(worker) == NUM_BLOCKS * BLOCK_SIZE * 3 * 2 * 2 * (16 + 4)
     check_close_to_transformers(tmp_path, Driver(worker, seed=1).run(prompts(1), MAX_TOKENS), torch.float32, 0.1)
 
 

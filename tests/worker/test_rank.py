@@ -31,7 +31,7 @@ from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.rank import Rank
 from millrace.worker.runner import LaunchedStep, StepOutput, largest_prefill
 from millrace.worker.sampler import sample
-from tests.worker.driver import GREEDY, Driver, execute, start_worker
+from tests.worker.driver import GREEDY, Driver, execute, host_tier_bytes, num_sequences, pool_bytes, start_worker
 from tests.worker.models import make_model
 from tests.worker.rows import sampling_rows
 from tests.worker.test_cgroup import write_files
@@ -79,7 +79,7 @@ def test_a_rank_announces_its_phases_and_lives_to_its_shutdown(model: Path) -> N
     assert worker.determine_num_available_blocks() == (10, 0)
     worker.initialize_cache(10, 0)
     worker.check_health()
-    assert worker.stats()["num_blocks"] == 10
+    assert isinstance(worker, Rank) and worker._pool is not None and worker._pool.num_blocks == 10
     worker.shutdown()
 
 
@@ -103,9 +103,9 @@ def test_a_block_comes_back_from_the_host_tier_as_it_was(model: Path) -> None:
     expected = generate_swapped(start_worker(model), swaps=False)
     worker = start_worker(model, swap_space_bytes=1 << 20, force_swap=True)
     assert generate_swapped(worker, swaps=True) == expected
-    assert 0 < worker.stats()["host_tier_bytes"] <= 1 << 20
+    assert 0 < host_tier_bytes(worker) <= 1 << 20
     worker.sleep(1)
-    assert worker.stats()["host_tier_bytes"] == 0
+    assert host_tier_bytes(worker) == 0
     worker.wake_up(["weights", "kv_cache"], 1)
     assert generate_swapped(worker, swaps=True) == expected
 
@@ -142,7 +142,7 @@ def test_a_host_tier_that_cannot_be_is_refused_with_the_arithmetic(model: Path, 
 
 def test_on_a_cpu_a_host_tier_is_ignored_and_the_log_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     worker = start_worker(model, swap_space_bytes=1 << 20)
-    assert worker.stats()["host_tier_bytes"] == 0
+    assert host_tier_bytes(worker) == 0
     assert "swap_space_gib is ignored" in caplog.text
 
 
@@ -150,9 +150,9 @@ def test_an_empty_plan_is_answered(model: Path) -> None:
     worker = start_worker(model)
     assert run(worker, 1, []) == ([], [])
     assert run(worker, 2, [prefill()], new=[new()])[1] == []
-    assert worker.stats()["num_sequences"] == 1
+    assert num_sequences(worker) == 1
     assert run(worker, 3, [], finished=[0]) == ([], [])
-    assert worker.stats()["num_sequences"] == 0
+    assert num_sequences(worker) == 0
 
 
 def test_what_was_never_here_can_be_forgotten(model: Path) -> None:
@@ -160,7 +160,7 @@ def test_what_was_never_here_can_be_forgotten(model: Path) -> None:
     worker = start_worker(model)
     assert run(worker, 1, [prefill()], finished=[5], new=[new()])[1] == []
     assert run(worker, 2, [], num_decodes=1, finished=[5])[1] == []
-    assert worker.stats()["num_sequences"] == 1
+    assert num_sequences(worker) == 1
 
 
 def test_a_rank_whose_rows_are_not_the_engines_refuses_the_step(model: Path) -> None:
@@ -422,7 +422,7 @@ def test_the_gpu_pool_fills_the_share_that_it_may_take(tmp_path: Path) -> None:
     worker.start(lambda _: None)
     worker.initialize_cache(*worker.determine_num_available_blocks())
     total = torch.cuda.mem_get_info()[1]
-    assert 0.2 * total < worker.stats()["kv_pool_bytes"] < 0.3 * total
+    assert 0.2 * total < pool_bytes(worker) < 0.3 * total
     assert run(worker, 1, [prefill(blocks=(1,))], new=[new()])[1] == []
 
 

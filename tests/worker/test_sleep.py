@@ -13,7 +13,7 @@ from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.executor.wire.messages import StepId, StepPlan
 from millrace.worker.errors import PlanError, WeightsChanged
 from millrace.worker.rank import Rank
-from tests.worker.driver import Driver, execute, start_worker
+from tests.worker.driver import Driver, execute, num_sequences, pool_bytes, start_worker
 from tests.worker.models import make_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12]]
@@ -29,6 +29,10 @@ def wake_up(worker: Rank) -> None:
     worker.wake_up(list(WAKE_TAGS), 1)
 
 
+def weights_on(worker: Rank) -> str:
+    return worker._model.location
+
+
 def generate(worker: Rank) -> list[list[int]]:
     return [request.output for request in Driver(worker, 1).run(PROMPTS, 6)]
 
@@ -38,10 +42,10 @@ def test_a_rank_that_woke_up_generates_the_same(level: int, model: Path) -> None
     worker = start_worker(model)
     before = generate(worker)
     worker.sleep(level)
-    assert worker.stats()["kv_pool_bytes"] == worker.stats()["num_sequences"] == 0
+    assert pool_bytes(worker) == num_sequences(worker) == 0
     assert (worker._model._module is None) == (level == 2)
     wake_up(worker)
-    assert worker.stats()["num_blocks"] == 200
+    assert worker._pool is not None and worker._pool.num_blocks == 200
     assert generate(worker) == before
 
 
@@ -88,10 +92,10 @@ def test_deeper_sleep_and_repeated_calls(model: Path) -> None:
     before = generate(worker)
     for level in (1, 1, 2, 2, 1):
         worker.sleep(level)
-    assert worker.stats()["weights_on"] == "disk"
+    assert weights_on(worker) == "disk"
     wake_up(worker)
     wake_up(worker)
-    assert worker.stats()["weights_on"] == "device"
+    assert weights_on(worker) == "device"
     assert generate(worker) == before
 
 

@@ -20,12 +20,15 @@ def find_weights(directory: Path, declared: torch.dtype | None = None, model: Pa
     """Return the tensors of the checkpoint in a directory, by name. `declared`: the dtype of its weights in config.json, to
     which quantized ones are rounded. If there is an adapter instead, they are those of `model` with it. Raises `ModelError`
     when files are missing or damaged, or cannot be read."""
-    if model is not None and (directory / CONFIG_FILE).exists() and not (directory / "config.json").exists():
+    is_whole = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    if model is not None and (directory / CONFIG_FILE).exists() and not is_whole:  # config.json may be beside it
         return with_adapter(find_weights(model, declared), directory)
     stored = {name: tensor for path in _weight_files(directory) for name, tensor in find_stored(path).items()}
     weights: dict[str, Source] = dict(stored)
     if settings := quantization_settings(directory):
-        dtype = next((name for name, each in MAPPED_DTYPES.items() if each == declared), "F32")
+        matrices = (tensor.dtype for _, tensor in sorted(stored.items()) if len(tensor.shape) > 1)
+        of_matrices = next((dtype for dtype in matrices if dtype in MAPPED_DTYPES), "F32")
+        dtype = next((name for name, each in MAPPED_DTYPES.items() if each == declared), of_matrices)
         weights = find_quantized(stored, settings, dtype)
     for tensor in weights.values():
         _check_dtype(tensor)

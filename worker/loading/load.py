@@ -32,7 +32,7 @@ from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import check_windows, probe_layers, runs_head_alone
 from millrace.worker.loading.rope import fix_frequencies
 from millrace.worker.loading.tensor_files import Source
-from millrace.worker.loading.weights import load_converted, load_weights, take_weights
+from millrace.worker.loading.weights import load_converted, load_weights, take_weights, without_idle_biases
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
 
@@ -70,6 +70,7 @@ def load_model(
             logger.info("computing in float32, the weights of linear layers stay bfloat16 as they are stored")
             keep_bfloat16(model)
         part = ModelPart(model, topology)
+        weights = without_idle_biases(model, weights, part.whole_names)
     max_model_len = longest_sequence(model_config, config.max_model_len)
     with timed(logger, "read weights"):
         try:
@@ -96,7 +97,6 @@ def load_model(
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         attention=attention.name,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.nbytes for parameter in parameters),
         kv_bytes_per_block=config.block_size
         * sum(group[0].bytes_per_token(kv_cache_dtype) for group in share_tensors(specs)),

@@ -30,9 +30,12 @@ METHODS = frozenset(
     {"auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt"}
 )
 """Values of `quant_method`."""
+_AUTO_GPTQ, _AUTO_AWQ = ("auto_round:auto_gptq", "auto_round:gptq"), ("auto_round:auto_awq", "auto_round:awq")
 _FORMATS = {
-    "auto-round": ("auto_round", "auto_round:auto_awq", "auto_round:auto_gptq", "auto_round:gptqmodel"),
+    "auto-round": ("auto_round", "auto_round:gptqmodel", *_AUTO_GPTQ, *_AUTO_AWQ),
+    "gptq": ("gptq", "gptq_v2"),
     "compressed-tensors": (
+        "dense",
         "float-quantized",
         "int-quantized",
         "mixed-precision",
@@ -48,7 +51,8 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 """Names of the scales of codes of one byte. Codes are multiplied by both: the first is the inverse of what divided."""
 _UNUSED = (
     *(".input_scale", ".input_global_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale"),
-    ".weight_format",
+    *(".kv_scale", ".input_zero_point", ".output_zero_point", ".k_zero_point", ".v_zero_point", ".q_zero_point"),
+    *(".output_global_scale", ".k_global_scale", ".v_global_scale", ".q_global_scale", ".weight_format"),
 )
 """Ends of the names of tensors that belong to quantized activations or keys and values, or to a format."""
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -77,15 +81,22 @@ def quantization_settings(directory: Path) -> dict[str, Any] | None:
         settings = next((config[name] for name in QUANTIZATION_KEYS if config.get(name)), None)
     except (OSError, ValueError, AttributeError, RecursionError):  # weights to load again may have no config.json
         return None
+    if not settings and (directory / "hf_quant_config.json").exists():  # older checkpoints of modelopt
+        settings = {"quant_method": "modelopt"}
     if not settings:
         return None
-    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+    if isinstance(settings, dict) and "quant_method" not in settings:  # bitsandbytes did not write it at first
+        is_of_bitsandbytes = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+        settings = settings | {"quant_method": "bitsandbytes" if is_of_bitsandbytes else "unknown"}
+    method = settings["quant_method"] if isinstance(settings, dict) else settings
     what = f"{directory} is a quantized checkpoint ({method})"
     if not isinstance(settings, dict) or method not in METHODS:
         raise unsupported(what)
     if settings.get("transform_config") or settings.get("rotation_config"):
         raise unsupported(f"{what} with transforms")
-    form = settings.get("packing_format" if method == "auto-round" else "format")
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise unsupported(f"{what} in a sparse format")
+    form = settings.get({"auto-round": "packing_format", "gptq": "checkpoint_format"}.get(method, "format"))
     if form is not None and form not in _FORMATS.get(method, (form,)):
         raise unsupported(f"{what} in the format {form}")
     if method == "awq" and (settings.get("bits"), str(settings.get("version", "gemm")).lower()) != (4, "gemm"):
@@ -114,13 +125,13 @@ def _computation(
 ) -> Callable[[Parts], Tensor] | None:
     """Return what computes a weight from its parts, if the tensor `leaf` of a layer holds its codes."""
     if leaf == "qweight" and "scales" in parts:
-        is_awq = settings["quant_method"] == "awq" or settings.get("packing_format") == "auto_round:auto_awq"
+        is_awq = settings["quant_method"] == "awq" or settings.get("packing_format") in _AUTO_AWQ
         return partial(_awq if is_awq else _gptq, settings)
     if leaf == "weight_packed" and "weight_scale" in parts:
         return _four_bit_floats if codes.dtype == "U8" else _packed_integers
     if leaf == "weight" and codes.dtype == "U8" and "weight_scale_2" in parts:
         return _four_bit_floats
-    if leaf == "weight" and codes.dtype == "U8" and "weight.quant_map" in parts:
+    if leaf == "weight" and "weight.quant_map" in parts:
         return _table
     if leaf == "weight" and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8") and len(parts) > 1:
         return partial(_bytes, _block_size(settings))
@@ -133,7 +144,7 @@ def _block_size(settings: dict[str, Any]) -> tuple[int, int] | None:
     try:
         for group in (settings.get("config_groups") or {}).values():
             block = block or (group.get("weights") or {}).get("block_structure")
-        num_outputs, num_inputs = map(int, block or (0, 0))
+        num_outputs, num_inputs = map(int, block.split("x") if isinstance(block, str) else block or (0, 0))
     except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(f"quantization_config in config.json is damaged ({error}): copy the model again") from error
     return (num_outputs, num_inputs) if num_outputs > 0 and num_inputs > 0 else None
@@ -167,7 +178,7 @@ def _table(parts: Parts) -> Tensor:
         scales = parts["weight.nested_quant_map"].float()[scales.int()]
         scales = _scaled_in_order(scales, parts["weight.nested_absmax"].float(), state["nested_blocksize"])
         scales += state["nested_offset"]
-    codes = _split(parts["weight"].flatten(), 4).view(-1, 2).flip(1).flatten()
+    codes = _split(parts["weight"].flatten().view(torch.uint8), 4).view(-1, 2).flip(1).flatten()
     weight = parts["weight.quant_map"].float()[codes[: math.prod(state["shape"])].int()]
     return _scaled_in_order(weight, scales.float(), state["blocksize"]).view(state["shape"])
 
@@ -182,7 +193,9 @@ def _packed_integers(parts: Parts) -> Tensor:
     packed, scales = parts["weight_packed"], parts["weight_scale"].float()
     num_bits = 32 * packed.shape[1] // num_inputs
     codes = _unpack(packed, num_bits)[:, :num_inputs]
-    if "weight_zero_point" in parts:
+    if "weight_zero_point" in parts and parts["weight_zero_point"].dtype != torch.int32:  # before version 0.9
+        zeros = parts["weight_zero_point"].float() + (1 << num_bits - 1)
+    elif "weight_zero_point" in parts:
         zeros = _unpack(parts["weight_zero_point"].T, num_bits).T[:num_outputs].float()
     else:
         zeros = torch.full((1, 1), float(1 << num_bits - 1), device=codes.device)
@@ -195,7 +208,7 @@ def _gptq(settings: dict[str, Any], parts: Parts) -> Tensor:
     num_bits = 32 * parts["qzeros"].shape[1] // scales.shape[1]
     zeros = _unpack(parts["qzeros"], num_bits).float()
     form = settings.get("checkpoint_format") or settings.get("packing_format") or "gptq"
-    if form in ("gptq", "auto_round:auto_gptq"):  # the first version subtracts 1 from what it stores
+    if form in ("gptq", *_AUTO_GPTQ):  # the first version subtracts 1 from what it stores
         zeros += 1
     return _by_group(_unpack(parts["qweight"].T, num_bits), zeros.T, scales.T, parts.get("g_idx"))
 

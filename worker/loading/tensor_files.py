@@ -35,7 +35,8 @@ class StoredTensor:
 class DerivedTensor:
     """A tensor that is computed from others whenever it is read: a quantized weight, or one with an adapter.
 
-    `compute` is given the parts on the device of the model, and returns float32. `dtype`: what the weight is a tensor of."""
+    `compute` is given the parts on the device of the model, and returns float32. `dtype`: of the model's weights, to which
+    that is rounded, as safetensors names it."""
 
     parts: Mapping[str, Source]
     compute: Callable[[dict[str, Tensor]], Tensor]
@@ -75,7 +76,7 @@ class WeightFiles:
             return tensor.compute({name: self.read(part, device).to(device) for name, part in tensor.parts.items()})
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except (LookupError, ValueError, RuntimeError) as error:  # parts are missing, or have other shapes
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:  # parts are missing, or have other shapes
             names = ", ".join(part.name for part in tensor.parts.values() if isinstance(part, StoredTensor))
             raise ModelError(
                 f"no weight can be computed from {names} ({error!r}): copy the model again, or use another"

@@ -7,11 +7,12 @@ in the dtype of the model. All others are copied: to a GPU by several threads, t
 from __future__ import annotations
 
 import logging
+import os
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +25,7 @@ from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, WeightsDiffer
 from millrace.worker.loading.model import WithoutDraws
 from millrace.worker.loading.part import ModelPart
-from millrace.worker.loading.tensor_files import Source, StoredTensor, WeightFiles
+from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTensor, WeightFiles
 
 logger = logging.getLogger("millrace.worker")
 
@@ -70,6 +71,21 @@ def load_weights(model: PreTrainedModel, part: ModelPart, weights: dict[str, Sou
     _make_ready(model, set(sources), device)
 
 
+def without_idle_biases(
+    model: PreTrainedModel, weights: dict[str, Source], expected: frozenset[str]
+) -> dict[str, Source]:
+    """Leave out the zeros that AutoGPTQ stores as the bias of each layer that has none."""
+    files, host = WeightFiles(), torch.device("cpu")
+
+    def is_idle(name: str, tensor: Source) -> bool:
+        layer, _, leaf = name.rpartition(".")
+        is_unknown = not {name, f"{model.base_model_prefix}.{name}"} & expected
+        is_of_quantized = leaf == "bias" and isinstance(weights.get(f"{layer}.weight"), DerivedTensor)
+        return is_unknown and is_of_quantized and not files.read(tensor, host).any()
+
+    return {name: tensor for name, tensor in weights.items() if not is_idle(name, tensor)}
+
+
 def own_weights(model: nn.Module) -> None:
     """Copy the weights that are still mapped to their files: they would change with the files."""
     for parameter in model.parameters():
@@ -107,7 +123,9 @@ def load_converted(
     info: dict[str, Any]
     files = WeightFiles()
     # The default device of the program may be another one. Values of missing tensors would take up to a minute.
-    with _quiet_transformers(), torch.device("cpu"), WithoutDraws():
+    is_derived = any(isinstance(tensor, DerivedTensor) for tensor in weights.values())
+    how = _one_at_a_time() if is_derived else nullcontext()
+    with _quiet_transformers(), how, torch.device("cpu"), WithoutDraws():
         loaded, info = type(model).from_pretrained(  # type: ignore[misc]
             None,
             config=model.config,
@@ -121,6 +139,21 @@ def load_converted(
     if missing or info["unexpected_keys"]:
         raise WeightsDiffer(_difference(model, missing, info["unexpected_keys"]))
     return loaded.to(device).requires_grad_(False).eval()
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Let transformers read a tensor when it needs it. Its threads would keep many that are computed, as of experts."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager

@@ -77,6 +77,7 @@ def test_integers_of_more_than_64_bits_reach_the_template(make: Make) -> None:
         ("{{ raise_exception('Roles\nmust alternate') }}", "these messages: Roles must alternate"),
         ("{{ messages[0].a.b }}", "has no attribute 'a'"),
         ("{% for i in messages", "unexpected end of template"),
+        ("Hi\n{{ messages }", "these messages: line 2: unexpected '}'"),
         ("{{ range(k) }}", "Range too big"),
         ("{{ 'a' * k }}", "it needs more than 512 MiB of memory"),
         ("{% for i in range(90000) %}{{ 'a' * 100 }}{% endfor %}", "the text has more than 4,194,304 characters"),

@@ -15,6 +15,7 @@ from millrace.engine_service.core.host_tier import BlockKey, HostTier
 from millrace.engine_service.core.prefix_cache import IN_HOST_TIER
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import NULL_BLOCK
+from tests.engine_service.core.integrity import check_pool
 
 SIZE = 4
 
@@ -55,14 +56,14 @@ def test_reserved_blocks_are_for_sequences_that_run_and_not_for_prompts_that_sta
         pool.cache.register(table, hashes_of(token_ids))
         assert max(table) <= 4  # the cached prompts make way
         pool.free(table)
-        pool.check_integrity([])
+        check_pool(pool, [])
     assert pool.cache.find(hashes_of([9] * 3 * SIZE))
     table = pool.allocate(8)
     assert sorted(table) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert not pool.can_allocate(1)
-    pool.check_integrity([table])
+    check_pool(pool, [table])
     pool.free(table)
-    pool.check_integrity([])
+    check_pool(pool, [])
     assert sorted(pool.allocate(8)) == sorted(table)
 
 
@@ -149,7 +150,7 @@ def test_sharing_a_block_keeps_it_until_its_last_user_has_gone() -> None:
     assert pool.num_free == 3
     pool.share(table, hashes)  # from among the free ones
     assert (pool.num_free, pool.num_free_among(table)) == (2, 0)
-    pool.check_integrity([table])
+    check_pool(pool, [table])
 
 
 def test_of_two_blocks_with_the_same_tokens_the_first_is_found() -> None:
@@ -166,7 +167,7 @@ def test_a_reset_forgets_what_is_cached_and_leaves_blocks_with_their_users() -> 
     pool.free(free)
     pool.reset_cache()
     assert pool.cache.find(hashes_of([1] * 4)) == pool.cache.find(hashes_of([2] * 4)) == []
-    pool.check_integrity([used])
+    check_pool(pool, [used])
 
 
 def test_what_was_not_computed_is_taken_out_of_the_cache() -> None:
@@ -176,7 +177,7 @@ def test_what_was_not_computed_is_taken_out_of_the_cache() -> None:
     assert pool.cache.find(hashes_of(list(range(8)))) == table[:1]
     pool.free(table)
     pool.unregister(table[:1])
-    pool.check_integrity([])
+    check_pool(pool, [])
     assert pool.allocate(2) == table[:1] + table[1:], "they cache nothing"
 
 
@@ -191,7 +192,7 @@ def test_a_block_is_not_lost_from_the_host_tier_while_the_pool_makes_space_for_i
     assert pool.cache.find(first) == table and pool.cache.find(second) == []
     swaps = pool.host.take_swaps()
     assert [device for _, device in swaps.swap_in] == table and swaps.swap_out == []
-    pool.check_integrity([table])
+    check_pool(pool, [table])
 
 
 def test_what_was_stored_removed_and_cleared_is_counted() -> None:
@@ -222,7 +223,7 @@ def test_what_a_window_has_passed_is_free_but_cached() -> None:
     assert pool.stats().num_cached == 10
     pool.free_hidden(table, 20)
     assert pool.num_free == 4
-    pool.check_integrity([table])
+    check_pool(pool, [table])
 
 
 def test_a_hit_has_all_blocks_of_a_full_group_and_the_visible_ones_of_a_window() -> None:
@@ -361,7 +362,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        self.pool.check_integrity(table for _, table in self.sequences)
+        check_pool(self.pool, (table for _, table in self.sequences))
         num_groups = len(self.windows)
         owners = {
             block: (entry % num_groups, tokens[: (entry // num_groups + 1) * SIZE])

@@ -27,6 +27,7 @@ from millrace.executor.wire.messages import (
     WorkerConfig,
     record_bytes,
 )
+from tests.engine_service.core.integrity import check_scheduler
 from tests.engine_service.core.sequences import assert_complete_logprobs, make_sequence, stub_output
 from tests.executor.stub import OutOfMemoryError, StubWorker
 
@@ -101,7 +102,7 @@ class Bench:
             assert plan.depth == len(self.in_flight) <= self.num_stages + self.run_ahead
             assert max(plan.num_tokens, plan.num_sampled) <= self.scheduler.token_budget.tokens
             assert len(self.rows[-1]) <= self.scheduler.stats().num_running <= self.max_num_seqs
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return plan
 
     def schedule(self) -> StepPlan | None:
@@ -118,7 +119,7 @@ class Bench:
     def collect(self) -> None:
         if self.in_flight:
             self.scheduler.apply(self.in_flight.popleft())
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def step(self) -> StepPlan | None:
         """Send what may be in flight, and take in the oldest result; returns what was sent first."""
@@ -358,7 +359,7 @@ def test_a_poisonous_sequence_ends_alone_and_takes_nobody_along() -> None:
             bench.start_worker()
         else:
             bench.scheduler.apply(bench.execute(plan))
-        bench.scheduler.check_integrity()
+        check_scheduler(bench.scheduler)
     assert quarantined == [poison]
     assert poison.crash_count == QUARANTINE_AFTER_CRASHES
     assert_undisturbed([sequence for sequence in sequences if sequence is not poison])
@@ -976,7 +977,7 @@ def test_moves_of_an_interrupted_plan_are_undone_with_the_steps_in_flight() -> N
     host.swap_out(key, 5)
     bench.scheduler.requeue_in_flight()
     assert key not in host
-    bench.scheduler.check_integrity()
+    check_scheduler(bench.scheduler)
 
 
 def test_where_computing_is_faster_nothing_is_swapped() -> None:
@@ -1104,7 +1105,7 @@ def run_history(draw: Callable[..., Any]) -> None:
                 bench.collect()
             case _:
                 bench.step()
-        bench.scheduler.check_integrity()
+        check_scheduler(bench.scheduler)
     bench.run()
     assert_undisturbed([sequence for sequence in sequences if sequence not in removed])
     assert bench.scheduler.pool.num_free == bench.num_blocks - 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from millrace.engine_service.core.sequence import Sequence
 from millrace.engine_service.core.waiting_queue import WaitingQueue
 from millrace.executor.wire.kv_layout import KVLayout
+from tests.engine_service.core.integrity import check_queue
 from tests.engine_service.core.sequences import make_sequence
 from tests.engine_service.core.test_scheduler import Bench, admission_order, assert_undisturbed
 
@@ -50,7 +51,7 @@ class Place:
         return next(each for each in self.queue if each.seq_id == seq_id)
 
     def check(self) -> None:
-        self.queue.check_integrity(self.running)
+        check_queue(self.queue, self.running)
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ FACTS = ModelFacts(
     dtype="float32",
     device="cpu",
     attention="reference",
-    num_parameters=1,
     weight_bytes=4,
     kv_bytes_per_block=64,
     kv_layout=KVLayout(16),
@@ -44,21 +43,13 @@ def admission() -> Admission:
         ("messages", [{"role": "user", "content": "a" * 1_000_000}]),
     ],
 )
-def test_a_prompt_that_can_not_fit_is_refused_without_tokenizing(
-    admission: Admission, field: str, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def encode(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:
-        raise AssertionError(f"{len(text)} characters are tokenized")
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
+def test_a_prompt_that_is_far_too_long_is_refused(admission: Admission, field: str, prompt: Any) -> None:
     kwargs: dict[str, Any] = {field: prompt}
-    with pytest.raises(
-        InvalidRequest, match=rf"^{field}: has at least 769\d\d tokens, and the context of 1000 must hold"
-    ):
+    with pytest.raises(InvalidRequest, match=rf"^{field}: has 100000\d tokens, and the context of 1000 must hold"):
         admission.prompt_token_ids(GenerationRequest(**kwargs))
 
 
-def test_a_prompt_that_might_fit_is_judged_by_its_tokens(admission: Admission) -> None:
+def test_a_prompt_is_judged_by_its_tokens(admission: Admission) -> None:
     assert len(admission.prompt_token_ids(GenerationRequest(prompt="is " * 600))) == 601
     with pytest.raises(InvalidRequest, match=r"^prompt: has 1000 tokens, and the context of 1000 must hold"):
         admission.prompt_token_ids(GenerationRequest(prompt="a" * 1000))

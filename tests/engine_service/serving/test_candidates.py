@@ -25,6 +25,7 @@ from millrace.executor.wire.messages import WorkerConfig
 from millrace.producer.wire import parse_body
 from millrace.results.messages import ClaimedJob, JobId
 from millrace.results.writer import Writer
+from tests.engine_service.core.integrity import check_scheduler
 from tests.engine_service.core.sequences import stub_output
 from tests.results.engines import FINGERPRINT, Engine, submit
 from tests.results.full_queue import FullQueue
@@ -88,7 +89,7 @@ class Serving:
     def close(self) -> None:
         assert self.service.metrics().num_open == 0
         assert not self.llm.has_work
-        self.llm.scheduler.check_integrity()
+        check_scheduler(self.llm.scheduler)
         assert self.capacity.wait_for_budget(0) == ClaimBudget(8, self.llm.scheduler.pool.capacity_tokens)
         assert self.writer.close()
         self.llm.shutdown()

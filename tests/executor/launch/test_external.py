@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import msgspec
 import pytest
 
 from millrace.executor.base import Executor
-from millrace.executor.directory_reaper import MAX_DIRECTORY_BYTES
 from millrace.executor.environment import SECRETS
 from millrace.executor.errors import ExecutorTimeout, StartError, WorkerDied
 from millrace.executor.launch.external import ExternalLauncherExecutor, ExternalRank, _rendezvous_dir, become_rank
+from millrace.executor.socket_directory import MAX_DIRECTORY_BYTES
 from millrace.executor.wire.channel import Channel
 from millrace.producer.client import Client
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
@@ -275,18 +276,33 @@ def begin_jobs(torchrun: Torchrun, client: Client) -> tuple[list[int], list[str]
 
 
 @pytest.mark.ranks
-def test_a_group_that_is_killed_as_a_whole_in_its_start_leaves_no_directory(torchrun: Torchrun) -> None:
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    list(product(("torchrun", "service", "all"), (signal.SIGTERM, signal.SIGKILL))),
+)
+def test_a_group_that_is_ended_in_its_start_leaves_no_directory(
+    doomed: Callable[..., Torchrun], victim: str, number: signal.Signals
+) -> None:
+    running = doomed(max_restarts=0)
+
     def directories() -> list[str]:
-        return re.findall(r"ipc://(\S+)/executor.sock", " ".join(torchrun.descendants().values()))
+        return re.findall(r"ipc://(\S+)/executor.sock", " ".join(running.descendants().values()))
 
     wait_until(directories, 60)
     directory = Path(directories()[0])
     wait_until(directory.exists)
-    victims = [pid for pid, command in torchrun.descendants().items() if not command.startswith("/bin/sh")]
-    for pid in (torchrun.process.pid, *victims):
-        os.kill(pid, signal.SIGKILL)
-    torchrun.process.wait()
-    wait_until(lambda: not directory.exists())
+    victims = {
+        "torchrun": [running.process.pid],
+        "service": [running.pid_of("engine_service")],
+        "all": [
+            running.process.pid,
+            *(pid for pid, name in running.descendants().items() if not name.startswith("/bin/sh")),
+        ],
+    }
+    for pid in victims[victim]:
+        os.kill(pid, number)
+    running.process.wait(120)
+    wait_until(lambda: not directory.exists(), 60)
 
 
 @pytest.mark.ranks
@@ -316,7 +332,7 @@ def test_torchrun_itself_is_killed_and_nothing_is_left_but_the_jobs(
     client = Client(redis_url, queue=queue_name)
     undisturbed, job_ids = begin_jobs(torchrun, client)
     pids = torchrun.descendants()
-    assert len(pids) == 4  # two ranks, the service, and the reaper of its directory
+    assert len(pids) == 4  # two ranks, the service, and the shell that removes its directory
     torchrun.process.kill()
     torchrun.process.wait()
     for pid in pids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,14 @@ from tests.processes import LIMIT_S
 
 HELLO = Hello(pid=1, protocol=PROTOCOL)
 
+CLOSED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""What a client sees when the channel refuses or closes its connection."""
+
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
@@ -48,12 +57,16 @@ def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         if keys is not None:
             socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys
+        socket.get_monitor_socket(CLOSED)
         socket.connect(address)
         made.append(socket)
         return socket
 
     yield make
     for socket in made:
+        monitor = socket.get_monitor_socket()
+        socket.disable_monitor()
+        monitor.close()
         socket.close(linger=0)
     context.term()
 
@@ -70,6 +83,11 @@ def receive(channel: Channel, for_s: float = LIMIT_S) -> list[tuple[int, FromWor
         channel.wait(0.05)
         received += channel.receive()
     return received
+
+
+def is_closed(client: zmq.Socket[bytes]) -> bool:
+    """Wait until the channel has refused or closed the client's connection. Returns whether it has in time."""
+    return bool(client.get_monitor_socket().poll(int(LIMIT_S * 1000)))
 
 
 def wait_for_drops(channel: Channel, num_wanted: int) -> int:
@@ -119,66 +137,51 @@ def test_what_no_rank_of_ours_would_send_changes_nothing_and_is_logged_once(
     channel.close()
 
 
-def test_oversized_frames_cost_their_senders_the_connection_are_counted_and_logged_once(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_oversized_frames_cost_their_senders_the_connection(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.executor.wire.channel.MAX_MESSAGE_BYTES", 2**20)
-    monkeypatch.setattr("millrace.executor.wire.channel.EXIT_NOTICE_S", 0.1)
     channel = open_channel()
-    with caplog.at_level(logging.INFO, "millrace.executor"):
-        for identity in ("0.1", "stranger"):
-            connect(channel.address, identity).send(b"x" * (2**20 + 1))
-        assert wait_for_drops(channel, 2) == 2
-    assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
+    for identity in ("0.1", "stranger"):
+        socket = connect(channel.address, identity)
+        socket.send(b"x" * (2**20 + 1))
+        assert is_closed(socket)
+        assert receive(channel, 0.05) == []
     connect(channel.address, "0.1.beat").send(encode(Beat("idle", 0)))
     assert receive(channel) == [(0, Beat("idle", 0))]
+    assert channel._recorder.num_stale_replies == 0
     channel.close()
 
 
-def test_between_hosts_only_a_client_with_the_keys_can_connect(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    channel = open_channel(is_remote=True)
-    assert channel.keys is not None
-    server = channel.keys.server_public.encode()
-    with caplog.at_level(logging.WARNING, "millrace.executor"):
-        for keys in (None, (server, *zmq.curve_keypair())):
-            with contextlib.suppress(zmq.Again):  # without waiting: the connection may have been refused already
-                connect(channel.address, "0.1", keys).send(encode(HELLO), zmq.NOBLOCK)
-        wait_for_drops(channel, 2)
-    ours = (server, channel.keys.public.encode(), channel.keys.secret.encode())
-    connect(channel.address, "0.1", ours).send(encode(HELLO))
-    assert receive(channel) == [(0, HELLO)]
-    assert len([record for record in caplog.records if "refused a connection" in record.message]) == 1
+def test_on_one_host_only_this_user_can_enter_the_directory_of_the_socket() -> None:
+    channel = open_channel()
+    directory = Path(channel.address.removeprefix("ipc://")).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     channel.close()
+    assert not directory.exists()
 
 
-@pytest.mark.parametrize("stranger", ["a probe of the port", "a wrong key"])
-def test_a_refused_connection_counts_once_and_its_closing_is_not_reported(
-    stranger: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("millrace.executor.wire.channel.EXIT_NOTICE_S", 0.0)
+@pytest.mark.parametrize("stranger", ["a probe of the port", "no keys", "a wrong key"])
+def test_between_hosts_only_a_client_with_the_keys_can_connect(stranger: str, connect: Connect) -> None:
     channel = open_channel(is_remote=True)
     assert channel.keys is not None
     server = channel.keys.server_public.encode()
-    if stranger == "a wrong key":
-        connect(channel.address, "0.1", (server, *zmq.curve_keypair())).send(encode(HELLO))
-    else:
+    if stranger == "a probe of the port":
         host, port = channel.address.removeprefix("tcp://").split(":")
         create_connection((host, int(port))).close()
-    assert wait_for_drops(channel, 1) == 1
-    ours = connect(channel.address, "0.1", (server, channel.keys.public.encode(), channel.keys.secret.encode()))
-    ours.send(encode(HELLO))
-    assert receive(channel) == [(0, HELLO)]
-    assert "connection was closed" not in caplog.text
-    ours.close(linger=0)
-    assert wait_for_drops(channel, 2) == 2
-    assert "connection was closed" in caplog.text
+    else:
+        socket = connect(channel.address, "0.1", None if stranger == "no keys" else (server, *zmq.curve_keypair()))
+        with contextlib.suppress(zmq.Again):  # without waiting: the connection may have been refused already
+            socket.send(encode(HELLO), zmq.NOBLOCK)
+        assert is_closed(socket)
+    assert receive(channel, 0.05) == []
+    ours = (server, channel.keys.public.encode(), channel.keys.secret.encode())
+    connect(channel.address, "0.1", ours).send(encode(Beat("idle", 3)))
+    assert receive(channel) == [(0, Beat("idle", 3))]
+    assert channel._recorder.num_stale_replies == 0
     channel.close()
 
 
 def test_a_channel_that_can_not_bind_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.executor.directory_reaper.MAX_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("millrace.executor.socket_directory.MAX_DIRECTORY_BYTES", 1000)
     monkeypatch.setattr("tempfile.tempdir", str(place := tmp_path / ("long" * 30)))
     place.mkdir()
     with pytest.raises(zmq.ZMQError, match="longer than 107"):

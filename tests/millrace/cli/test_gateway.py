@@ -34,19 +34,6 @@ def test_without_rq_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--to-queue", "a", "--queue", "b"), "'b' is not the queue of --to-queue, 'a'"),
-        (("--queue", "default", "--to-queue", "a"), "'a' is not the queue of --queue, 'default'"),
-    ],
-)
-def test_two_millrace_queues_are_refused(options: tuple[str, ...], named: str) -> None:
-    ran = run_main("gateway", "rq", "--queues", "x", *options)
-    assert (ran.status, ran.out, len(ran.err.splitlines())) == (2, "", 1)
-    assert named in ran.err
-
-
-@pytest.mark.parametrize(
     ("options", "queue"),
     [((), "default"), (("--to-queue", "a"), "a"), (("--queue", "a"), "a"), (("--queue", "a", "--to-queue", "a"), "a")],
 )

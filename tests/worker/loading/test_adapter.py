@@ -163,11 +163,17 @@ def test_what_cannot_be_merged_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({f"{QUERY}.lora_A.weight": None}, "a part of a layer is missing"),
-        ({f"{QUERY}.lora_B.weight": None}, "no weight can be computed from .*KeyError|lora_B"),
-        ({f"{QUERY}.lora_A.weight": torch.randn(RANK, 7)}, "no weight can be computed from .*copy the model again"),
+        ({f"{QUERY}.lora_A.weight": None}, f"a part of {QUERY} is missing"),
+        ({f"{QUERY}.lora_B.weight": None}, f"a part of {QUERY} is missing"),
+        ({f"{QUERY}.lora_A.weight": torch.zeros(0)}, f"a part of {QUERY} is missing"),
+        (
+            {f"{QUERY}.lora_A.weight": torch.randn(RANK, 7)},
+            rf"is for {QUERY} as \[64, 7\], but the model has \[64, 64\]: name",
+        ),
+        ({f"{QUERY}.lora_A.weight": torch.randn(2, 64)}, "no weight can be computed from .*copy the model again"),
         ({f"{QUERY}.lora_C": torch.randn(2)}, "lora_C, which the model does not have"),
-        ({f"{EMBEDDING}.lora_magnitude_vector": torch.randn(2)}, "a part of a layer is missing"),
+        ({"model.norm.weight": torch.randn(60)}, r"is for model.norm.weight as \[60\], but the model has \[64\]: name"),
+        ({f"{EMBEDDING}.lora_magnitude_vector": torch.randn(2)}, "a part of model.embed_tokens is missing"),
     ],
 )
 def test_a_damaged_adapter_is_named(
@@ -176,6 +182,52 @@ def test_a_damaged_adapter_is_named(
     tensors = of_layer(QUERY, *factors(torch.empty(64, 64))) | change
     save_adapter(tmp_path / "adapter", {name: each for name, each in tensors.items() if each is not None})
     with pytest.raises(ModelError, match=message):
+        load(llama, weights=str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("has_factors", [True, False])
+def test_a_tied_head_keeps_the_base_models_embedding(has_factors: bool, tmp_path: Path) -> None:
+    """As in peft: the adapter changes the input of the model only."""
+    make_model("qwen2", tmp_path / "model")
+    stored = load_file(tmp_path / "model" / WEIGHTS)
+    embedding, query = stored[f"{EMBEDDING}.weight"], stored[f"{QUERY}.weight"]
+    a, b = torch.randn(RANK, len(embedding)), torch.randn(embedding.shape[1], RANK)
+    changed = embedding + 1.5 * (b @ a).T if has_factors else torch.randn_like(embedding)
+    own = {f"{EMBEDDING}.lora_embedding_A": a, f"{EMBEDDING}.lora_embedding_B": b}
+    factors_of_query = factors(query)
+    parts = (own if has_factors else {f"{EMBEDDING}.weight": changed}) | of_layer(QUERY, *factors_of_query)
+    save_adapter(tmp_path / "adapter", parts)
+    expected = {f"{EMBEDDING}.weight": changed, "lm_head.weight": embedding}
+    query = query + 1.5 * (factors_of_query[1] @ factors_of_query[0])
+    check(tmp_path / "model", tmp_path / "adapter", expected | {f"{QUERY}.weight": query})
+
+
+def test_names_with_the_prefix_twice_and_with_the_adapters_name(
+    llama: Path, stored: dict[str, Tensor], tmp_path: Path
+) -> None:
+    a, b = factors(stored[f"{QUERY}.weight"])
+    layer = f"base_model.model.{QUERY}"
+    parts = {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
+    save_adapter(tmp_path / "adapter", parts)
+    (tmp_path / "adapter" / "config.json").write_text("{}")  # as axolotl saves it
+    check(llama, tmp_path / "adapter", {f"{QUERY}.weight": stored[f"{QUERY}.weight"] + 1.5 * (b @ a)})
+
+
+def test_tensors_in_float32_leave_the_others_in_bfloat16(tmp_path: Path) -> None:
+    """Where float32 is computed, bfloat16 weights are kept as they are stored."""
+    make_bfloat16("llama", tmp_path / "model")
+    a, b = factors(torch.empty(64, 64))
+    save_adapter(tmp_path / "adapter", {"model.norm.weight": torch.randn(64), **of_layer(QUERY, a, b)})
+    model = load(tmp_path / "model", weights=str(tmp_path / "adapter"), dtype="float32")[0]
+    assert model.get_parameter(f"{DOWN}.weight").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lora_alpha": None}, {"alpha_pattern": ["q_proj"]}, {"alpha_pattern": {"(": 1}}, {"lora_alpha": "x"}]
+)
+def test_damaged_settings_are_one_sentence(settings: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "adapter", of_layer(QUERY, *factors(torch.empty(64, 64))), **settings)
+    with pytest.raises(ModelError, match=r"adapter_config\.json cannot be read"):
         load(llama, weights=str(tmp_path / "adapter"))
 
 

@@ -93,7 +93,9 @@ def packed(num_bits: int, has_zeros: bool, is_ordered: bool) -> Callable[[Tensor
     def quantize(weight: Tensor) -> Quantized:
         codes, zeros, scales = random_integers(weight, num_bits)
         tensors = {"weight_shape": torch.tensor(weight.shape), "weight_scale": scales}
-        if has_zeros:
+        if has_zeros and is_ordered:  # before version 0.9
+            tensors["weight_zero_point"] = (zeros - (1 << num_bits - 1)).to(torch.int8)
+        elif has_zeros:
             tensors["weight_zero_point"] = words(zeros.T, num_bits).T.contiguous()
         else:
             zeros = torch.full_like(zeros, 1 << num_bits - 1)
@@ -270,6 +272,8 @@ def test_experts_are_merged_by_transformers(name: str, tmp_path: Path) -> None:
             COMPRESSED | {"format": "pack-quantized", "transform_config": {"R3": {}}},
             "(compressed-tensors) with transforms, which is not",
         ),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "(compressed-tensors) in a sparse format"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "(gptq) in the format marlin, which is not"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "with 4 bits, in the version gemv"),
     ],
 )
@@ -309,6 +313,40 @@ def test_a_damaged_checkpoint_is_named(
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=message):
         load(path)
+
+
+def test_biases_of_zeros_that_autogptq_adds_are_left_out_and_others_are_not(tmp_path: Path) -> None:
+    path, plain = tmp_path / "model", tmp_path / "plain"
+    make_bfloat16("llama", path)
+    quantize_model(path, "gptq 4", plain)
+    bias = "model.layers.1.mlp.down_proj.bias"
+    edit_weights(path, lambda tensors: tensors.update({bias: torch.zeros(64).half()}))
+    expected = dict(load(plain)[0].named_parameters())
+    for key, parameter in load(path)[0].named_parameters():
+        assert torch.allclose(parameter, expected[key], rtol=2**-7, atol=0), key
+    edit_weights(path, lambda tensors: tensors[bias].fill_(1))
+    with pytest.raises(ModelError, match=f"unexpected {bias}"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("modelopt fp8", None),
+        ("bitsandbytes", {"load_in_4bit": True}),
+        ("compressed blocks", COMPRESSED | {"config_groups": {"group_0": {"weights": {"block_structure": "48x40"}}}}),
+    ],
+)
+def test_settings_as_older_versions_write_them(name: str, settings: dict[str, Any] | None, tmp_path: Path) -> None:
+    path, plain = tmp_path / "model", tmp_path / "plain"
+    make_bfloat16("llama", path)
+    quantize_model(path, name, plain)
+    edit_config(path, quantization_config=settings)
+    if settings is None:
+        (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    expected = dict(load(plain)[0].named_parameters())
+    for key, parameter in load(path)[0].named_parameters():
+        assert torch.allclose(parameter, expected[key], rtol=2**-7, atol=0), key
 
 
 def test_a_tensor_parallel_rank_reads_its_part(tmp_path: Path) -> None:

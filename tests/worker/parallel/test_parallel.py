@@ -33,7 +33,7 @@ from millrace.worker.parallel.peers import MOST_GATHERED_BYTES
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rank import Rank
 from tests.worker.device_double import WRONG_VALUE, DeviceDouble, DeviceEvent
-from tests.worker.driver import GREEDY, Driver, Request, execute, start_worker
+from tests.worker.driver import GREEDY, Driver, Request, execute, num_sequences, pool_bytes, start_worker
 from tests.worker.logprobs import WANTED, check_logprobs, with_logprobs
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
 from tests.worker.parallel.ranks import RankFailed, RankProcesses
@@ -293,13 +293,13 @@ def drop_decoder_of_the_last_rank(rank: Rank) -> None:
 
 def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, models: dict[str, Path]) -> None:
     whole = start_worker(models["llama"])
-    num_whole = whole._model.facts.num_parameters
+    whole_bytes = whole._model.facts.weight_bytes
     with processes.group(models["llama"], 2, 2, attention="reference") as group:
         first, _, last, _ = group.call("inspect", shapes)
-        held = [facts.num_parameters for facts in group.facts]
-        assert sum(held) < 1.01 * num_whole
-        assert held[0] == held[1] < 0.4 * num_whole
-        assert held[2] == held[3] < 0.3 * num_whole
+        held = [facts.weight_bytes for facts in group.facts]
+        assert sum(held) < 1.01 * whole_bytes
+        assert held[0] == held[1] < 0.4 * whole_bytes
+        assert held[2] == held[3] < 0.3 * whole_bytes
         assert [facts.kv_bytes_per_block for facts in group.facts] == [
             whole._model.facts.kv_bytes_per_block * num_layers // (3 * 2) for num_layers in (2, 2, 1, 1)
         ]
@@ -361,7 +361,7 @@ def test_plans_may_come_before_the_results_of_earlier_ones(
         assert [result.step_id for result in results] == list(range(1, 12))
         assert [result.token_ids[0] for result in results[0:10:2]] == expected[0]
         assert [result.token_ids[0] for result in results[1:10:2]] == expected[1]
-        assert {stats["num_sequences"] for stats in group.call("stats")} == {0}
+        assert set(group.call("inspect", num_sequences)) == {0}
 
 
 def copy_late(rank: Rank) -> None:
@@ -486,7 +486,7 @@ def test_ranks_wake_up_as_they_were(
         assert sum(group.call("inspect", num_tensors_held)) > 0
         group.call("sleep", level)
         assert group.call("inspect", num_tensors_held) == [0, 0, 0, 0]
-        assert {stats["kv_pool_bytes"] for stats in group.call("stats")} == {0}
+        assert set(group.call("inspect", pool_bytes)) == {0}
         with pytest.raises(RankFailed, match="it sleeps"):
             group.call("launch", step(2, []))
         group.call("wake_up", ["weights", "kv_cache"], 1)
