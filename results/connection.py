@@ -97,6 +97,14 @@ class _Pool(redis.ConnectionPool):
     """Closes a connection that the exception of a signal handler, such as Ctrl-C, has left between a command and its reply:
     the next caller would take that for its own. redis-py does so only while it reads or writes."""
 
+    has_connected = False
+    """Otherwise no command can have reached the server."""
+
+    def get_connection(self, *arguments: Any, **options: Any) -> redis.Connection:
+        connection: redis.Connection = super().get_connection(*arguments, **options)
+        self.has_connected = True
+        return connection
+
     def release(self, connection: Any) -> None:
         error = sys.exception()
         # Where the exception is that of a caller who handles it, its traceback begins outside redis-py.

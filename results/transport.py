@@ -97,6 +97,11 @@ class Transport:
             return cls(connect(server))
         return cls(borrow(server), is_borrowed=True)
 
+    @property
+    def has_connected(self) -> bool:
+        """Whether a command may have reached the server. True where that is not known, as of borrowed clients."""
+        return bool(getattr(getattr(self._client, "connection_pool", None), "has_connected", True))
+
     def send(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
         """Send a command and return the reply. Raises RedisUnavailable, or QueueError where the command is at fault.
 

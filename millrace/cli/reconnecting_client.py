@@ -38,6 +38,11 @@ class ReconnectingClient(Client):
         self._reconnecting = ReconnectingTransport.to(url)
         return self._reconnecting
 
+    @property
+    def has_connected(self) -> bool:
+        """Whether a call may have reached the server."""
+        return self._reconnecting.has_connected
+
     def limit_waiting(self, timeout_s: float | None) -> None:
         """Give up an outage, too, when this time is over."""
         if timeout_s is not None:

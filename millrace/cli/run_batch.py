@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError, sigterm_interrupts
 from millrace.cli.options import Verbs, add_verb
@@ -60,6 +61,30 @@ def add_parsers(verbs: Verbs) -> None:
         "engine_options", nargs="*", metavar="-- OPTION", help="with --model: options of `millrace serve`"
     )
     add_sampling_options(parser, _SAMPLING)
+    _explain_engine_options(parser)
+
+
+def _explain_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Make the parser say where the options of `millrace serve` stand, if it meets one of them first."""
+    refuse = parser.error
+
+    def error(message: str) -> NoReturn:
+        found = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if found and (option := found[1]) in _engine_options():
+            rule = f"is an option of `millrace serve`; write it behind --, as in --model DIR_OR_ID -- {option}"
+            message = f"{option}: {rule}"
+        refuse(message)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def _engine_options() -> Container[str]:
+    """Return the options of `millrace serve`; nothing where only the client is installed."""
+    try:
+        from millrace.engine_service.config import make_parser
+    except ImportError:
+        return ()
+    return make_parser()._option_string_actions
 
 
 def run(args: argparse.Namespace) -> int:

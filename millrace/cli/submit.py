@@ -188,6 +188,8 @@ def _field(option: str) -> str:
 
 
 def _submit_prompt(args: argparse.Namespace) -> int:
+    from millrace.results.server_errors import is_refusal
+
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     ids = _read_list() if args.prompt_token_ids == "-" else args.prompt_token_ids
     with open_reconnecting_client(args) as client:
@@ -195,7 +197,9 @@ def _submit_prompt(args: argparse.Namespace) -> int:
         options = {"messages": args.messages, "prompt_token_ids": ids, **given_options(args)}
         job_id = args.id or os.urandom(16).hex()
         what, way = f"job {job_id!r} may be in the queue", f"see: {command_line(args, 'get', job_id)}"
-        with resumable(lambda: (what, way)):
+        with resumable(
+            lambda: (what, way), may_have_begun=lambda error: client.has_connected and not is_refusal(error)
+        ):
             client.submit(
                 prompt=prompt,
                 job_id=job_id,

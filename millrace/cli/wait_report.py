@@ -17,6 +17,7 @@ from millrace.cli.output import live_line, remark
 
 if TYPE_CHECKING:
     from millrace.producer import Client
+    from millrace.results.errors import QueueError
 
 _INTERVAL_S = 1.0
 _REPEAT_S = 30.0
@@ -95,9 +96,12 @@ class WaitReport:
 
 
 @contextlib.contextmanager
-def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
+def resumable(
+    hint: Callable[[], tuple[str, str]], *, may_have_begun: Callable[[QueueError], bool] = lambda _: True
+) -> Iterator[None]:
     """Report after Ctrl-C, a timeout, a server that cannot be used, or output that cannot be written, how to resume. `hint`
-    returns what continues, and the way to resume it."""
+    returns what continues, and the way to resume it. `may_have_begun`: whether there is something to resume after an error
+    of the server."""
     from millrace import MillraceError, RedisUnavailable, ServerUnsuitable, WaitTimeout
     from millrace.results.errors import InvalidRedisURL
 
@@ -112,6 +116,8 @@ def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
     except InvalidRedisURL:  # no job is there
         raise
     except (RedisUnavailable, ServerUnsuitable) as error:
+        if not may_have_begun(error):
+            raise
         raise CommandError(f"{str(error).removesuffix('.')}; {'; '.join(hint())}", NO_REDIS) from error
     except OSError as error:
         # An input that cannot be read has a name, and the reader of a closed pipe has enough.

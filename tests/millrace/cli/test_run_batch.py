@@ -535,7 +535,17 @@ def test_an_output_that_cannot_be_continued_is_refused(
     assert not Path("-").exists() and not Path("-.state").exists()
 
 
-def test_an_unknown_option_is_named(millrace: Command, files: Files) -> None:
+@pytest.mark.parametrize("option", [("--max-num-seqs", "4"), ("--max-num-seqs=4",), ("--enforce-eager",)])
+def test_an_option_of_the_engine_has_to_stand_behind_two_dashes(
+    millrace: Command, files: Files, option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = millrace("run-batch", *files.arguments, "--model", str(TINY), *option)
+    name = option[0].partition("=")[0]
+    assert (ran.status, ran.err.count("\n")) == (INVALID, 1)
+    rule = f"{name}: is an option of `millrace serve`; write it behind --, as in --model DIR_OR_ID -- {name}"
+    assert f"millrace run-batch: {rule}" in ran.err
+    monkeypatch.setitem(sys.modules, "millrace.engine_service.config", None)  # as where only the client is installed
+    assert "unrecognized arguments: " in millrace("run-batch", *files.arguments, *option).err
     unknown = millrace("run-batch", *files.arguments, "--colour", "red")
     assert "unrecognized arguments: --colour (leave it out)" in unknown.err
     assert "did you mean --output" in millrace("run-batch", "-i", "a", "-o", "b", "--outptu", "c").err
