@@ -227,8 +227,11 @@ class Leases:
         with self._calls:
             news = self._heartbeat()
             with self._table:
-                for job_id in news.lost:
-                    self._held.pop(job_id, None)
+                num_lost = sum(self._held.pop(job_id, None) is not None for job_id in news.lost)
+                has_lost_all = num_lost > 0 and not self._held
+            if has_lost_all and time.monotonic() >= self._recover_from_s:  # no other engine can have taken them
+                cause = "was it emptied, or restarted without its last data?"
+                logger.error("Redis has none of the leases of this engine any more (%d jobs): %s", num_lost, cause)
             self._on_news(news)  # before the next claim can bring one of them back
             return news
 

@@ -157,6 +157,21 @@ def test_a_cancellation_and_a_reader_are_told_too(queue: JobQueue, leases: Lease
     assert hear(news, "watched") == ["b"]
 
 
+def test_a_server_that_was_emptied_is_named(
+    queue: JobQueue, leases: Leases, news: News, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that has come back without its last writes, where jobs wait again. One lost job of several is no such case."""
+    for name in ("one", "two"):
+        submit(queue, name)
+    assert len(leases.claim("c1", 2, 1000, FINGERPRINT).jobs) == 2
+    redis_client.delete(f"{queue.keys.prefix}job:one")
+    assert hear(news, "lost") == ["one"]
+    assert "emptied" not in caplog.text
+    redis_client.delete(*redis_client.scan_iter(f"{queue.keys.prefix}*"))
+    assert hear(news, "lost") == ["two"]
+    assert "Redis has none of the leases of this engine any more (1 jobs): was it emptied, or restarted" in caplog.text
+
+
 def test_a_job_that_was_lost_is_held_no_longer(queue: JobQueue, leases: Leases, news: News) -> None:
     submit(queue, "a")
     (job,) = leases.claim("c1", 1, 1000, FINGERPRINT).jobs
