@@ -160,7 +160,7 @@ def test_a_cancellation_and_a_reader_are_told_too(queue: JobQueue, leases: Lease
 def test_a_server_that_was_emptied_is_named(
     queue: JobQueue, leases: Leases, news: News, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also one that has come back without its last writes, where jobs wait again. One lost job of several is no such case."""
+    """Also one that is back without its last writes, where jobs wait again. One lost job of several is no such case."""
     for name in ("one", "two"):
         submit(queue, name)
     assert len(leases.claim("c1", 2, 1000, FINGERPRINT).jobs) == 2
