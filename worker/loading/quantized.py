@@ -198,7 +198,7 @@ def _packed_integers(parts: Parts) -> Tensor:
     elif "weight_zero_point" in parts:
         zeros = _unpack(parts["weight_zero_point"].T, num_bits).T[:num_outputs].float()
     else:
-        zeros = torch.full((1, 1), float(1 << num_bits - 1), device=codes.device)
+        zeros = torch.full((1, 1), 1 << num_bits - 1, dtype=torch.float32, device=codes.device)
     return _by_group(codes, zeros, scales, parts.get("weight_g_idx"))
 
 
