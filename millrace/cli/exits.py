@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import signal
+import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from typing import NoReturn
@@ -23,6 +25,8 @@ INTERRUPTED = 130
 CLOSED_PIPE = 141
 """The reader of stdout has seen enough; a shell has this status for a program that SIGPIPE ends."""
 
+
+_AGAIN_S = 0.05
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """Of an error without the name of a file."""
@@ -43,10 +47,21 @@ def sigterm_interrupts() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def report(unraisable: sys.UnraisableHookArgs) -> None:
+        """Interrupt again where Python has dropped the exception, since the signal came while it ran a `__del__`."""
+        if unraisable.exc_type is KeyboardInterrupt:
+            main = threading.main_thread().ident
+            assert main is not None
+            threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGTERM)).start()
+        else:
+            report_before(unraisable)
+
+    before, report_before = signal.signal(signal.SIGTERM, interrupt), sys.unraisablehook
+    sys.unraisablehook = report
     try:
         yield
     finally:
+        sys.unraisablehook = report_before
         signal.signal(signal.SIGTERM, before)
 
 
