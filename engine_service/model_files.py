@@ -30,7 +30,7 @@ def resolve_model(model: str, revision: str | None = None, *, or_adapter: bool =
         raise ConfigurationError(f"model: {model} is a file; name the directory of a model")
     if os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
         if is_adapter(Path(path)):
-            return _adapter(model, Path(path).resolve(), or_adapter)
+            return _adapter_in_place_of_model(model, Path(path).resolve(), or_adapter)
         if not os.path.isfile(os.path.join(path, "config.json")):
             if any(Path(path).glob("*.gguf")):
                 raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
@@ -40,13 +40,13 @@ def resolve_model(model: str, revision: str | None = None, *, or_adapter: bool =
         return _without_pooling(model, Path(path).resolve())
     found = _from_hub("model", model, revision)
     if is_adapter(found):
-        return _adapter(model, found, or_adapter)
+        return _adapter_in_place_of_model(model, found, or_adapter)
     if model.lower().endswith("gguf") and not any(found.glob("*.safetensors")):
         raise ConfigurationError(f"model: {model} {_GGUF_RULE}")
     return _without_pooling(model, found)
 
 
-def _adapter(model: str, path: Path, is_allowed: bool) -> Path:
+def _adapter_in_place_of_model(model: str, path: Path, is_allowed: bool) -> Path:
     if is_allowed:
         return path
     base = _read_json(path / _ADAPTER_FILE).get("base_model_name_or_path") or "its base model"

@@ -27,6 +27,7 @@ CLOSED_PIPE = 141
 
 
 _AGAIN_S = 0.05
+"""Until an interrupt that was dropped comes again."""
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """Of an error without the name of a file."""

@@ -24,7 +24,7 @@ from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTe
 
 logger = logging.getLogger("millrace.worker")
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = re.compile(r"^(base_model\.model\.)+")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
 _PART = re.compile(r"(?P<layer>.+)\.(?P<part>lora_(embedding_)?[AB]|lora_magnitude_vector)(\.default)?(\.weight)?")
@@ -82,7 +82,7 @@ def _replace(merged: dict[str, Source], name: str, tensor: StoredTensor, directo
         raise ModelError(f"the adapter in {directory} holds {name}, which the model does not have: {_RULE}")
     base = merged.get(target or _HEAD)
     _check_shape(base, tensor.shape, name, directory)
-    merged[target or _HEAD] = DerivedTensor({"own": tensor}, _own, tensor.dtype if base is None else base.dtype)
+    merged[target or _HEAD] = DerivedTensor({"whole": tensor}, _whole, tensor.dtype if base is None else base.dtype)
 
 
 def _with_factors(
@@ -117,7 +117,7 @@ class _Settings:
     @classmethod
     def read(cls, directory: Path) -> _Settings:
         """Raises `ModelError`."""
-        path = directory / CONFIG_FILE
+        path = directory / ADAPTER_FILE
         try:
             raw = json.loads(path.read_bytes())
             kind, start = raw["peft_type"], str(raw.get("init_lora_weights"))
@@ -127,7 +127,7 @@ class _Settings:
                 {re.compile(rf"(.*\.)?({pattern})"): float(alpha) for pattern, alpha in patterns.items()},
                 bool(raw.get("use_rslora")),
                 bool(raw.get("fan_in_fan_out")),
-                str(raw.get("base_model_name_or_path")),
+                str(raw.get("base_model_name_or_path") or "a model without a name"),
             )
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, re.error) as error:
             raise ModelError(f"{path} cannot be read ({error!r}): copy the adapter again") from error
@@ -157,8 +157,8 @@ def _check_shape(base: Source | None, shape: tuple[int, ...], name: str, directo
         )
 
 
-def _own(parts: dict[str, Tensor]) -> Tensor:
-    return parts["own"].float()
+def _whole(parts: dict[str, Tensor]) -> Tensor:
+    return parts["whole"].float()
 
 
 def _merge(scale: float, names: tuple[str, str], is_transposed: bool, parts: dict[str, Tensor]) -> Tensor:

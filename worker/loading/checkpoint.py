@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from millrace.worker.errors import ModelError
-from millrace.worker.loading.adapter import CONFIG_FILE, with_adapter
+from millrace.worker.loading.adapter import ADAPTER_FILE, with_adapter
 from millrace.worker.loading.quantized import find_quantized, quantization_settings
 from millrace.worker.loading.tensor_files import MAPPED_DTYPES, Source, StoredTensor, find_stored
 
@@ -21,7 +21,7 @@ def find_weights(directory: Path, declared: torch.dtype | None = None, model: Pa
     which quantized ones are rounded. If there is an adapter instead, they are those of `model` with it. Raises `ModelError`
     when files are missing or damaged, or cannot be read."""
     is_whole = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-    if model is not None and (directory / CONFIG_FILE).exists() and not is_whole:  # config.json may be beside it
+    if model is not None and (directory / ADAPTER_FILE).exists() and not is_whole:  # config.json may be beside it
         return with_adapter(find_weights(model, declared), directory)
     stored = {name: tensor for path in _weight_files(directory) for name, tensor in find_stored(path).items()}
     weights: dict[str, Source] = dict(stored)
@@ -55,8 +55,8 @@ def _weight_files(directory: Path) -> list[Path]:
             raise ModelError(f"{index} is damaged ({error!r}): copy the model again") from error
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
-    if (directory / CONFIG_FILE).exists():
-        raise ModelError(f"{directory} is a LoRA adapter ({CONFIG_FILE}): name its base model, and it as adapter")
+    if (directory / ADAPTER_FILE).exists():
+        raise ModelError(f"{directory} is a LoRA adapter ({ADAPTER_FILE}): name its base model, and it as adapter")
     found = sorted(directory.glob("*.safetensors"))
     if found:
         return found

@@ -30,9 +30,10 @@ from millrace.worker.loading.dtype import (
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import check_windows, probe_layers, runs_head_alone
+from millrace.worker.loading.quantized import without_idle_biases
 from millrace.worker.loading.rope import fix_frequencies
 from millrace.worker.loading.tensor_files import Source
-from millrace.worker.loading.weights import load_converted, load_weights, take_weights, without_idle_biases
+from millrace.worker.loading.weights import load_converted, load_weights, take_weights
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
 
@@ -70,7 +71,7 @@ def load_model(
             logger.info("computing in float32, the weights of linear layers stay bfloat16 as they are stored")
             keep_bfloat16(model)
         part = ModelPart(model, topology)
-        weights = without_idle_biases(model, weights, part.whole_names)
+        weights = without_idle_biases(weights, f"{model.base_model_prefix}.", part.whole_names)
     max_model_len = longest_sequence(model_config, config.max_model_len)
     with timed(logger, "read weights"):
         try:

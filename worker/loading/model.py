@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, unsupported
-from millrace.worker.loading.adapter import CONFIG_FILE
+from millrace.worker.loading.adapter import ADAPTER_FILE
 from millrace.worker.loading.quantized import QUANTIZATION_KEYS, quantization_settings
 
 logger = logging.getLogger("millrace.worker")
@@ -43,7 +43,7 @@ def read_config(directory: Path) -> PretrainedConfig:
     raw = _read_config_json(directory)
     try:
         _check_code(directory, raw)
-        if (directory / CONFIG_FILE).exists():
+        if (directory / ADAPTER_FILE).exists():
             logger.warning("the LoRA adapter in %s is not used, since there is a whole model", directory)
         if settings := quantization_settings(directory):
             logger.info(

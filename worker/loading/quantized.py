@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from millrace.worker.errors import ModelError, unsupported
-from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTensor
+from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTensor, WeightFiles
 
 QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
 """What config.json may call its settings."""
@@ -48,7 +48,8 @@ _FORMATS = {
 }
 """The formats of methods that have several."""
 _SCALES = ("weight_scale_inv", "weight_scale")
-"""Names of the scales of codes of one byte. Codes are multiplied by both: the first is the inverse of what divided."""
+"""Names of the scales of codes of one byte. The first is the inverse of the number that the weights were multiplied by, so
+codes are multiplied by either."""
 _UNUSED = (
     *(".input_scale", ".input_global_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale"),
     *(".kv_scale", ".input_zero_point", ".output_zero_point", ".k_zero_point", ".v_zero_point", ".q_zero_point"),
@@ -120,6 +121,19 @@ def find_quantized(stored: dict[str, StoredTensor], settings: dict[str, Any], dt
     return found
 
 
+def without_idle_biases(weights: dict[str, Source], prefix: str, expected: frozenset[str]) -> dict[str, Source]:
+    """Leave out the zeros that AutoGPTQ stores as the bias of each layer that has none. `expected`: the names of the model's
+    tensors, from which a checkpoint may leave out `prefix`."""
+    files, host = WeightFiles(), torch.device("cpu")
+
+    def is_idle(name: str, tensor: Source) -> bool:
+        layer, _, leaf = name.rpartition(".")
+        is_of_quantized = leaf == "bias" and isinstance(weights.get(f"{layer}.weight"), DerivedTensor)
+        return is_of_quantized and not {name, prefix + name} & expected and not files.read(tensor, host).any()
+
+    return {name: tensor for name, tensor in weights.items() if not is_idle(name, tensor)}
+
+
 def _computation(
     leaf: str, codes: StoredTensor, parts: dict[str, StoredTensor], settings: dict[str, Any]
 ) -> Callable[[Parts], Tensor] | None:
@@ -132,7 +146,7 @@ def _computation(
     if leaf == "weight" and codes.dtype == "U8" and "weight_scale_2" in parts:
         return _four_bit_floats
     if leaf == "weight" and "weight.quant_map" in parts:
-        return _table
+        return _entries_of_table
     if leaf == "weight" and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8") and len(parts) > 1:
         return partial(_bytes, _block_size(settings))
     return None
@@ -168,7 +182,7 @@ def _four_bit_floats(parts: Parts) -> Tensor:
     return weight.mul_(parts["weight_scale_2"].float()) if "weight_scale_2" in parts else weight
 
 
-def _table(parts: Parts) -> Tensor:
+def _entries_of_table(parts: Parts) -> Tensor:
     """bitsandbytes: codes of a table in half bytes, the upper half first, and a scale for so many weights in their order,
     which may be codes of another table."""
     name = next(name for name in parts if name.startswith(_STATE))

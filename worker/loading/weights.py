@@ -71,21 +71,6 @@ def load_weights(model: PreTrainedModel, part: ModelPart, weights: dict[str, Sou
     _make_ready(model, set(sources), device)
 
 
-def without_idle_biases(
-    model: PreTrainedModel, weights: dict[str, Source], expected: frozenset[str]
-) -> dict[str, Source]:
-    """Leave out the zeros that AutoGPTQ stores as the bias of each layer that has none."""
-    files, host = WeightFiles(), torch.device("cpu")
-
-    def is_idle(name: str, tensor: Source) -> bool:
-        layer, _, leaf = name.rpartition(".")
-        is_unknown = not {name, f"{model.base_model_prefix}.{name}"} & expected
-        is_of_quantized = leaf == "bias" and isinstance(weights.get(f"{layer}.weight"), DerivedTensor)
-        return is_unknown and is_of_quantized and not files.read(tensor, host).any()
-
-    return {name: tensor for name, tensor in weights.items() if not is_idle(name, tensor)}
-
-
 def own_weights(model: nn.Module) -> None:
     """Copy the weights that are still mapped to their files: they would change with the files."""
     for parameter in model.parameters():
