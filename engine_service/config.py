@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import msgspec
 from msgspec.structs import FieldInfo
 
-from millrace.engine_service.chat.output_format import REASONING_PARSERS, THINKING_MARKS, TOOL_CALL_PARSERS
+from millrace.engine_service.chat.output_format import REASONING_PARSERS, TOOL_CALL_PARSERS
 from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.model_files import eos_token_ids
 from millrace.executor.launch.select import NAMES as EXECUTORS
@@ -110,7 +110,7 @@ _HELP = {
     ),
     "reasoning_parser": (
         "NAME",
-        f"how reasoning is read from the outputs of chats: {', '.join(THINKING_MARKS)}, none; auto: by the chat template",
+        f"how reasoning is read from the outputs of chats: {', '.join(REASONING_PARSERS[1:])}; auto: by the chat template",
     ),
     "drain_grace": ("SECONDS", "time for running jobs to finish after SIGTERM"),
     "exit_when_idle": ("SECONDS", "exit with status 0 after this time without a job (default: never)"),

@@ -9,10 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.engine_service.chat.output_format import (
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    HARMONY_CALLS,
     HERMES,
     HERMES_END,
+    MESSAGE,
     MISTRAL,
     MISTRAL_ARGS,
+    START,
     THINKING_MARKS,
     OutputFormat,
     ReasoningState,
@@ -54,6 +60,8 @@ def chat_form(
         rules = _Rules(special_id)
         body = rules.tool_calls(request, output_format.tool_calls, has_args_mark=output_format.has_args_mark)
         try:
+            if output_format.is_harmony:
+                return rules.messages(body, '"analysis" | "commentary"', before, may_end=request.tool_choice == "auto")
             return rules.grammar(body, output_format.reasoning, before)
         except InvalidRequest as error:
             raise InvalidRequest("tools", error.message) from error
@@ -61,6 +69,8 @@ def chat_form(
     if wanted is None or output_format.reasoning is None or before == "closed" or wanted.form in WHOLE_FORMS:
         return wanted
     rules = _Rules(special_id)
+    if output_format.is_harmony:
+        return rules.messages(rules.final(rules.form(wanted)), '"analysis"', before)
     return rules.grammar(rules.form(wanted), output_format.reasoning, before)
 
 
@@ -102,6 +112,23 @@ class _Rules:
             inside = f"{self.until(end)} /\\n{{0,4}}/"
             body = f"{inside} ({body})" if before == "open" else f"({self.mark(begin)} {inside})? ({body})"
         return StructuredOutputs(grammar=self.whole(body))
+
+    def messages(self, last: str, channels: str, before: ReasoningState, *, may_end: bool = False) -> StructuredOutputs:
+        """Return the grammar of harmony's messages: free ones in these channels, and then `last`. `may_end`: a message that
+        the prompt has begun may be the last one."""
+        next_begins = self._rule(f'{self.until(END)} {self.mark(START)} "assistant"')
+        free = self._rule(f"{self.mark(CHANNEL)} ({channels}) {self.mark(MESSAGE)} {next_begins}")
+        body = f"{free}* ({last})"
+        if before is not None:
+            body = f"{next_begins} {body}" + (" | TEXT" if may_end else "")
+        return StructuredOutputs(grammar=self.whole(body))
+
+    def final(self, body: str) -> str:
+        """Return the expression for harmony's answer."""
+        return f'{self.mark(CHANNEL)} "final" {self._content_type()} {self.mark(MESSAGE)} {body}'
+
+    def _content_type(self) -> str:
+        return f'(" json" | " "? {self.mark(CONSTRAIN)} "json")?'
 
     def whole(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self._rules])
@@ -152,6 +179,14 @@ class _Rules:
             else:
                 calls = f'"[" {several(objects("arguments"), ", ")} "]"'
             return f"{self.until(MISTRAL)} {calls} | TEXT" if is_free else f"{self.mark(MISTRAL)} {calls}"
+        if family == HARMONY_CALLS:  # one call: its mark of the end is a token that ends the output
+            channel, after = self.mark(CHANNEL), f"{self._content_type()} {self.mark(MESSAGE)}"
+            recipients = {_literal(f" to=functions.{name}"): rule for name, rule in arguments.items()}
+            either = [
+                f'({channel} "commentary" {to} | {to} {channel} "commentary") {after} {rule}'
+                for to, rule in recipients.items()
+            ]
+            return " | ".join([*either, self.final("TEXT")] if is_free else either)
         rule = "the engine knows no form of tool calls for its model; use auto, or start it with --tool-call-parser"
         if family is not None:
             remedy = "leave out strict" if is_free else "use auto"

@@ -83,7 +83,7 @@ class OutputSplitter:
         assert self._marks is not None
         text, mark, rest = self._held.partition(self._marks[1])
         if not mark and not is_end:
-            text, rest = _before_mark(text, mark=self._marks[1])
+            text, rest = before_mark(text, self._marks[1])
         found = text.rstrip() if self._has_reasoning else text.strip()
         self._new_reasoning += found
         self._has_reasoning |= bool(found)
@@ -117,7 +117,7 @@ class OutputSplitter:
         if self._num_broken < MAX_BROKEN_CALLS:
             text, mark, rest = text.partition(self._family.mark)
             if not mark and not is_end:
-                text, rest = _before_mark(text, mark=self._family.mark)
+                text, rest = before_mark(text, self._family.mark)
         self._add(text)
         self._held = mark + rest
         if mark:
@@ -168,7 +168,8 @@ class OutputSplitter:
         self._has_content |= bool(found)
 
 
-def _before_mark(text: str, *, mark: str) -> tuple[str, str]:
-    """Return the text without the beginning of a mark at its end, and that beginning."""
-    length = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+def before_mark(text: str, *marks: str) -> tuple[str, str]:
+    """Return the text without the beginning of one of the marks at its end, and that beginning."""
+    sizes = range(min(max(map(len, marks)) - 1, len(text)), 0, -1)
+    length = next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
     return text[: len(text) - length], text[len(text) - length :]

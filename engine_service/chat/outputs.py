@@ -9,6 +9,7 @@ from hashlib import blake2b
 import msgspec
 
 from millrace.engine_service.chat.grammars import WHOLE_FORMS, chat_form, must_constrain_tools
+from millrace.engine_service.chat.harmony import HarmonySplitter
 from millrace.engine_service.chat.output_format import OutputFormat, ReasoningState
 from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
 from millrace.engine_service.chat.tool_calls import Tools
@@ -73,13 +74,21 @@ class ChatReader(msgspec.Struct, frozen=True):
     """Whether all calls of an output count, not only the first."""
 
 
+def splitter_of(
+    form: OutputFormat, tools: Tools | None, *, begins_in_reasoning: bool = False
+) -> OutputSplitter | HarmonySplitter:
+    """Return the splitter for an output of this form. `tools`: those of the request; None: calls stay content."""
+    splitter = HarmonySplitter if form.is_harmony else OutputSplitter
+    return splitter(form, tools, begins_in_reasoning=begins_in_reasoning)
+
+
 class CandidateParts:
     """Splits the output of one candidate while it grows."""
 
     def __init__(self, reader: ChatReader, job_id: str, index: int) -> None:
         self.hidden_marks = reader.hidden_marks
         """The fed texts must have them: see `Generation.marked_text_between`."""
-        self._splitter = OutputSplitter(reader.form, reader.tools, begins_in_reasoning=reader.begins_in_reasoning)
+        self._splitter = splitter_of(reader.form, reader.tools, begins_in_reasoning=reader.begins_in_reasoning)
         self._has_short_ids = reader.form.tool_calls == "mistral"
         self._max_calls = math.inf if reader.is_parallel else 1
         self._num_calls = 0

@@ -186,6 +186,14 @@ FAMILIES = {
 }
 
 
+def named_call(name: str, arguments: str) -> FunctionCall | None:
+    """Return the call of this function; None if the arguments are no JSON object."""
+    value, end = _json_at(arguments, 0)
+    if value is None or _skip(_SPACE, arguments, end) < len(arguments):
+        return None
+    return _call_in({"name": name, "arguments": value})
+
+
 def _json_at(text: str, at: int) -> tuple[Any, int]:
     """Return the JSON object or list that begins at `at`, after white space, and its end; (None, at) without one."""
     start = _skip(_SPACE, text, at)

@@ -17,6 +17,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
 
 from millrace import Client, Job
+from millrace.engine_service.chat.output_format import HARMONY
 from tests.e2e.conftest import StartEngine
 from tests.e2e.echo_worker import TEMPLATE
 from tests.e2e.engines import LIMIT_S, ROOT, EngineProcess
@@ -193,6 +194,25 @@ def test_marks_that_are_special_tokens_are_read_though_the_text_leaves_them_out(
     (broken, mark) = f"Well.{special[0]}{{broken", special[0]
     job = client.wait(client.submit(**{**options, "messages": chat_of(broken)}), LIMIT_S)
     assert (job.content, job.text, job.tool_calls) == (broken.replace(mark, ""), broken.replace(mark, ""), [])
+
+
+def test_messages_of_harmony_are_split_though_the_text_leaves_out_their_marks(
+    client: Client, start_echo: Callable[..., None]
+) -> None:
+    start_echo(" ".join(HARMONY), HARMONY)
+    text = (  # without <|end|>, which ends the message to repeat
+        "<|channel|>analysis<|message|>Three and four.<|start|>assistant<|channel|>commentary<|message|>I add."
+        '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 3, "b": 4}<|call|>'
+    )
+    options: dict[str, Any] = {"messages": chat_of(text), "max_tokens": None, "tools": TOOLS}
+    for fields in ({}, {"stop": ["never"]}, {"n": 2}, {"skip_special_tokens": False}):
+        job = client.wait(client.submit(**options, **fields), LIMIT_S)
+        assert (job.content, job.reasoning, call_of(job)) == ("I add.", "Three and four.", ADD)
+    job_id = client.submit(**options, stream=True)
+    events = list(client.stream(job_id))
+    assert "".join(event.reasoning or "" for event in events) == "Three and four."
+    assert "".join(event.content or "" for event in events) == "I add."
+    assert [call for event in events for call in event.tool_calls] == client.get(job_id).tool_calls
 
 
 def test_an_output_of_marks_alone_has_no_content(client: Client, start_echo: Callable[..., None]) -> None:

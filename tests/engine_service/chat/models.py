@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
+from millrace.engine_service.chat.harmony import HarmonySplitter
 from millrace.engine_service.chat.output_format import OutputFormat
 from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
+from millrace.engine_service.chat.outputs import splitter_of
 from millrace.engine_service.chat.template import ChatTemplate
 from millrace.engine_service.chat.tool_calls import Tools
 
@@ -24,6 +27,7 @@ WEATHER = {
     },
 }
 NO_PARAMETERS: Tools = {"f": {}}
+NOTHING = Parts(None, None, [])
 
 
 def source_of(family: str) -> str:
@@ -65,4 +69,30 @@ def split(
     form: OutputFormat, text: str, *, begins_in_reasoning: bool = False, tools: Tools | None = NO_PARAMETERS
 ) -> Parts:
     """Return the parts of a whole output."""
-    return OutputSplitter(form, tools, begins_in_reasoning=begins_in_reasoning).end(text)
+    return splitter_of(form, tools, begins_in_reasoning=begins_in_reasoning).end(text)
+
+
+def check_cuts(
+    format_: OutputFormat, text: str, cuts: list[int], begins: bool = False, tools: Tools | None = NO_PARAMETERS
+) -> None:
+    """Check that the parts of a growing text are those of the whole."""
+
+    def splitter() -> OutputSplitter | HarmonySplitter:
+        return splitter_of(format_, tools, begins_in_reasoning=begins)
+
+    ends = sorted(cut for cut in cuts if cut <= len(text))
+    growing, found = splitter(), NOTHING
+    for start, end in pairwise([0, *ends]):
+        found = joined(found, growing.feed(text[start:end]))
+        assert found == joined(NOTHING, splitter().feed(text[:end]))
+    found = joined(found, growing.end(text[max(ends, default=0) :]))
+    assert found == split(format_, text, begins_in_reasoning=begins, tools=tools)
+
+
+def joined(one: Parts, other: Parts) -> Parts:
+    def both(first: str | None, second: str | None) -> str | None:
+        return second if first is None else first + (second or "")
+
+    return Parts(
+        both(one.content, other.content), both(one.reasoning, other.reasoning), one.tool_calls + other.tool_calls
+    )

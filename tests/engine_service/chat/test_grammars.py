@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from millrace.engine_service.chat.grammars import chat_form, structural_tag_grammar
-from millrace.engine_service.chat.output_format import OutputFormat, ReasoningState
+from millrace.engine_service.chat.output_format import HARMONY, OutputFormat, ReasoningState
 from millrace.engine_service.text import Tokenizer
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from tests.engine_service.chat.models import model_with_template, split
@@ -34,7 +34,8 @@ FAMILIES = {
     "mistral": OutputFormat("mistral", "qwen3"),
     "mistral with [ARGS]": OutputFormat("mistral", "qwen3", has_args_mark=True),
 }
-SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+HARMONY_FORM = OutputFormat("openai", "openai_gptoss")
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<tool_call>", "</tool_call>", *HARMONY]
 SPECIAL_IDS = {mark: 257 + i for i, mark in enumerate(SPECIAL)}
 
 
@@ -68,7 +69,7 @@ class Output:
     def __init__(self, family: str, *, before: ReasoningState = None, is_special: bool = False, **fields: Any) -> None:
         request = GenerationRequest(messages=[{"role": "user", "content": "x"}], **fields)
         special_id = SPECIAL_IDS.get if is_special else no_special_id
-        form = chat_form(request, FAMILIES[family], special_id, before)
+        form = chat_form(request, {**FAMILIES, "harmony": HARMONY_FORM}[family], special_id, before)
         assert form is not None and form.grammar is not None
         self.tokenizer: LLTokenizer = byte_tokenizer(SPECIAL) if is_special else TOKENIZER
         self.matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.grammar), log_level=0)
@@ -194,6 +195,76 @@ def test_a_form_follows_the_reasoning(form: dict[str, Any], fitting: str, other:
     assert begins.accepts(f"{other}</think>{fitting}")
     for wrong in (other, f"<think>{fitting}</think>{other}", f"{fitting}</think>{fitting}"):
         assert not thinks.accepts(wrong)
+
+
+THOUGHTS = "<|channel|>analysis<|message|>Hm. {<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+def harmony_calls(name: str, arguments: str) -> list[str]:
+    """Return a call in the ways that a model may write it."""
+    return [
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
+        f"<|channel|>commentary to=functions.{name}<|constrain|>json<|message|>{arguments}",
+        f"<|channel|>commentary to=functions.{name} json<|message|>{arguments}",
+        f" to=functions.{name}<|channel|>commentary json<|message|>{arguments}",
+        f" to=functions.{name}<|channel|>commentary<|message|>{arguments}",
+    ]
+
+
+@both_marks
+@pytest.mark.parametrize("choice", ["required", ONLY_ADD])
+def test_a_required_call_of_harmony_follows_free_messages(choice: Any, is_special: bool) -> None:
+    output = Output("harmony", tools=TOOLS, tool_choice=choice, is_special=is_special)
+    for fitting, wrong in zip(harmony_calls("add", FITTING), harmony_calls("add", WRONG), strict=True):
+        for before in ("", THOUGHTS, THOUGHTS + THOUGHTS + PREAMBLE):
+            assert output.accepts(before + fitting)
+            assert [each.name for each in split(HARMONY_FORM, before + fitting).tool_calls] == ["add"]
+            assert not output.accepts(before + wrong)
+    for other in harmony_calls('gré"et', '{"a": [1]}'):
+        assert output.accepts(other) is (choice == "required")
+    for text in (f"{FINAL}Hello", THOUGHTS, "Hello", "", *harmony_calls("other", "{}")):
+        assert not output.accepts(text)
+
+
+@both_marks
+def test_strict_arguments_of_harmony_fit_and_other_messages_are_free(is_special: bool) -> None:
+    output = Output("harmony", tools=[STRICT, GREET], is_special=is_special)
+    for before in ("", THOUGHTS, PREAMBLE):
+        assert output.accepts(f"{before}{FINAL}Hello, {{}} world")
+        for fitting, wrong in zip(harmony_calls("add", FITTING), harmony_calls("add", WRONG), strict=True):
+            assert output.accepts(before + fitting) and not output.accepts(before + wrong)
+        assert output.accepts(before + harmony_calls('gré"et', '{"a": 1}')[0])
+
+
+@both_marks
+def test_a_form_is_that_of_the_final_channel_of_harmony(is_special: bool) -> None:
+    sampling = SamplingParams(structured_outputs={"json": NUMBERS})  # type: ignore[arg-type]
+    output = Output("harmony", sampling=sampling, is_special=is_special)
+    compact = FITTING.replace(" ", "")
+    for before in ("", THOUGHTS, THOUGHTS + THOUGHTS):
+        for head in (FINAL, "<|channel|>final <|constrain|>json<|message|>"):
+            assert output.accepts(f"{before}{head}{compact}")
+            assert not output.accepts(f"{before}{head}{WRONG}") and not output.accepts(f"{before}{head}")
+    assert not output.accepts(compact) and not output.accepts(f"{PREAMBLE}{FINAL}{compact}")
+    begun = Output("harmony", sampling=sampling, is_special=is_special, before="open")
+    assert begun.accepts(f"Hm. {{<|end|><|start|>assistant{THOUGHTS}{FINAL}{compact}")
+    assert not begun.accepts(f"{FINAL}{compact}") and not begun.accepts(compact)
+    request = GenerationRequest(messages=[{"role": "user", "content": "x"}], sampling=sampling)
+    assert chat_form(request, HARMONY_FORM, no_special_id, "closed") is sampling.structured_outputs
+
+
+@both_marks
+def test_a_call_of_harmony_follows_a_message_that_the_prompt_has_begun(is_special: bool) -> None:
+    (call_, *_), rest = harmony_calls("add", FITTING), "So.<|end|><|start|>assistant"
+    for before in ("open", "closed"):
+        required = Output("harmony", tools=TOOLS, tool_choice="required", is_special=is_special, before=before)
+        assert required.accepts(rest + call_) and required.accepts(rest + THOUGHTS + call_)
+        assert not required.accepts(call_) and not required.accepts("So.")
+        strict = Output("harmony", tools=[STRICT], is_special=is_special, before=before)
+        assert strict.accepts(rest + call_) and strict.accepts("So.")
+        assert not strict.accepts(rest + harmony_calls("add", WRONG)[0])
 
 
 @pytest.mark.parametrize("form", [{"grammar": 'start: "a"'}, None])

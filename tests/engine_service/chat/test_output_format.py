@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import weakref
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ from millrace.engine_service.chat.output_format import (
 )
 from millrace.engine_service.chat.output_splitter import OutputSplitter, Parts
 from millrace.engine_service.chat.template import Chat, ChatTemplate, render
-from millrace.engine_service.chat.tool_calls import Tools
 from millrace.engine_service.text import Tokenizer
 from millrace.results.messages import FunctionCall
 from tests.engine_service.chat.models import (
     FAMILIES,
     NO_PARAMETERS,
+    NOTHING,
     TAGGED,
+    check_cuts,
     model_with_template,
     split,
     template_of,
@@ -224,21 +224,6 @@ def test_a_growing_output_has_the_parts_of_the_whole_wherever_it_is_cut(
     check_cuts(format_, "".join(pieces), cuts, begins, NO_PARAMETERS if has_tools else None)
 
 
-def check_cuts(
-    format_: OutputFormat, text: str, cuts: list[int], begins: bool = False, tools: Tools | None = NO_PARAMETERS
-) -> None:
-    def splitter() -> OutputSplitter:
-        return OutputSplitter(format_, tools, begins_in_reasoning=begins)
-
-    ends = sorted(cut for cut in cuts if cut <= len(text))
-    growing, found = splitter(), NOTHING
-    for start, end in pairwise([0, *ends]):
-        found = joined(found, growing.feed(text[start:end]))
-        assert found == joined(NOTHING, splitter().feed(text[:end]))
-    found = joined(found, growing.end(text[max(ends, default=0) :]))
-    assert found == split(format_, text, begins_in_reasoning=begins, tools=tools)
-
-
 @pytest.mark.parametrize("num_marks", [1, 7, 8, 9, 20])
 def test_marks_in_an_argument_do_not_make_cuts_differ(num_marks: int) -> None:
     call = '{"name": "f", "arguments": {"a": "' + num_marks * "</tool_call>" + '"}}'
@@ -288,18 +273,6 @@ def test_a_splitter_that_is_dropped_keeps_no_schema_for_the_next_collection_of_c
         assert dropped() is None
     finally:
         gc.enable()
-
-
-NOTHING = Parts(None, None, [])
-
-
-def joined(one: Parts, other: Parts) -> Parts:
-    def both(first: str | None, second: str | None) -> str | None:
-        return second if first is None else first + (second or "")
-
-    return Parts(
-        both(one.content, other.content), both(one.reasoning, other.reasoning), one.tool_calls + other.tool_calls
-    )
 
 
 def call_of(name: str, arguments: str) -> FunctionCall:
