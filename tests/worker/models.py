@@ -63,6 +63,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """The families that have their own tests, by name: `make_model(name, ...)`."""
 
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+"""Attention sinks, and experts that only transformers' modules compute. There is no tensor parallel plan for it."""
+ALL_EXPERTS = {"num_experts_per_tok": GPT_OSS["num_local_experts"]}
+"""For gpt-oss in bfloat16: numbers that are rounded otherwise never choose other experts."""
+SINKS_STD = 2.0
+
 
 def make_model(arch: str, path: Path, seed: int = 0, **overrides: Any) -> None:
     """Save a model of the family `arch` in `path`: config.json and safetensors."""
@@ -71,7 +84,7 @@ def make_model(arch: str, path: Path, seed: int = 0, **overrides: Any) -> None:
 
 def build_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A float32 model in memory, ready to run."""
-    settings = _SIZES | CONFIGS[arch] | overrides
+    settings = _SIZES | (CONFIGS | {"gpt_oss": GPT_OSS})[arch] | overrides
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)
@@ -90,5 +103,10 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".sinks"):
+                parameter.normal_(0.0, SINKS_STD, generator=generator)
+            elif model.config.model_type == "gpt_oss" and ".mlp." in name:  # weights: [experts, inputs, outputs]
+                parameter.normal_(0.0, model.config.hidden_size**-0.5, generator=generator)
         if is_tied:
             model.get_decoder().norm.weight.add_(TIED_NORM)  # spreads the logits

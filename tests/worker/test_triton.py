@@ -135,6 +135,7 @@ def check_resources(kernels: dict[str, Any], path: Path) -> None:
     [
         (torch.bfloat16, None, 64, 7, {"window": 40, "block_size": 256}),
         (torch.bfloat16, None, 128, 2, {}),
+        (torch.bfloat16, None, 64, 8, {"window": 128, "sink_size": 2.0}),
         pytest.param(torch.bfloat16, None, 64, 71, {}, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, None, 256, 2, {"window": 100, "softcap": 50.0}, marks=pytest.mark.slow),
         (torch.float16, FP8, 64, 16, {}),

@@ -79,6 +79,7 @@ class LayerAttention:
         rotary: tuple[Tensor, Tensor] | None = None,  # cosines and sines, float32 [positions, R / 2]
         norms: tuple[Tensor, Tensor] | None = None,  # weights of RMSNorm for queries and for keys, [D]
         norm_eps: float = 0.0,
+        sinks: Tensor | None = None,  # [Hq]
         rounds: bool = False,
     ) -> None:
         """`rounds`: see `CompiledAttention`."""
@@ -95,6 +96,8 @@ class LayerAttention:
         call.block_size, call.window, call.rounds = block_size, sliding_window or 0, rounds
         call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
         self._tensors = [layer.keys, layer.values]  # they have to outlive the calls
+        if sinks is not None:
+            call.sinks = self._keep(sinks, (num_heads,))
         if norms is not None:
             call.query_norm, call.key_norm = (self._keep(each, (key_dim,)) for each in norms)
         if rotary is not None:
@@ -140,14 +143,15 @@ class CompiledAttention:
         sliding_window: int | None,
         softcap: float | None,
         batch: StepBatch,
+        sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:  # [T, Hq, Dv]
         dtype, pool_dtype = query.dtype, layer.keys.dtype
         if dtype not in KERNEL_DTYPES or pool_dtype not in KERNEL_DTYPES or not (key.dtype == value.dtype == dtype):
-            return self._torch_path.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
+            return self._torch_path.forward(query, key, value, layer, scaling, sliding_window, softcap, batch, sinks)
         num_heads, num_tokens, _ = query.shape
         qkv = torch.cat([each.transpose(0, 1).reshape(num_tokens, -1) for each in (query, key, value)], dim=1)
         output = query.new_empty(num_tokens, num_heads, value.shape[-1])
         how = (scaling, sliding_window, softcap)
-        attention = LayerAttention(self.kernels, layer, num_heads, dtype, *how, rounds=self.rounds)
+        attention = LayerAttention(self.kernels, layer, num_heads, dtype, *how, sinks=sinks, rounds=self.rounds)
         attention.run(qkv, output, step_rows(self.kernels, batch))
         return output

@@ -26,7 +26,7 @@ GATHERED_ELEMENTS = 1 << 20
 
 
 class CPUAttention:
-    """Decode by groups and prefill by rows, with torch's fused attention. `softcap` needs the reference."""
+    """Decode by groups and prefill by rows, with torch's fused attention. `softcap` and `sinks` need the reference."""
 
     name = "cpu"
 
@@ -43,9 +43,10 @@ class CPUAttention:
         sliding_window: int | None,
         softcap: float | None,
         batch: StepBatch,
+        sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:  # [T, Hq, Dv]
-        if softcap is not None:
-            return self._reference.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
+        if softcap is not None or sinks is not None:
+            return self._reference.forward(query, key, value, layer, scaling, sliding_window, softcap, batch, sinks)
         # Rows that are their whole sequence do not read the pool, but round as if they did.
         key, value = key.to(layer.keys.dtype), value.to(layer.values.dtype)
         layer.write(key, value, batch.slot_mapping[layer.group])

@@ -24,6 +24,8 @@ ATTENTION_NAME = "millrace"
 here derives them from the step's lengths."""
 
 STEP_KEYWORD = "millrace_step"
+SINKS_OPTION = "s_aux"
+"""transformers' name of the option with the attention sinks: one score of each query head."""
 
 
 class Attention(Protocol):
@@ -42,10 +44,12 @@ class Attention(Protocol):
         sliding_window: int | None,
         softcap: float | None,
         batch: StepBatch,
+        sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:  # [T, Hq, Dv]
         """Write the step's keys and values into the layer's pool, then compute causal attention of each token to its
         own sequence. With a sliding window a token attends to the last `sliding_window` positions, its own included.
-        With a softcap scores become `softcap * tanh(score / softcap)`."""
+        With a softcap scores become `softcap * tanh(score / softcap)`. With sinks each head has one more score, which
+        takes a share of the softmax and has no value."""
 
 
 class ForwardStep:
@@ -69,6 +73,7 @@ class ForwardStep:
             sliding_window=options.get("sliding_window"),
             softcap=options.get("softcap"),
             batch=self._batch,
+            sinks=options.get(SINKS_OPTION),
         )
 
 

@@ -274,9 +274,19 @@ def decode_chunks(
         next_len, next_begin = tl.where(is_end, last_len, next_len), tl.where(is_end, last_begin, next_begin)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "maxima", "totals"])
+@triton.jit
+def add_sinks(maximum, total, sinks):
+    """Add the weights of sinks to totals. Return the factors of the weighted values, and the totals, for the larger one of
+    both scores: with the other one an exponential may overflow."""
+    scores = sinks.to(tl.float32) * LOG2_E
+    largest = tl.maximum(maximum, scores)
+    factor = tl.exp2(maximum - largest)
+    return factor, total * factor + tl.exp2(scores - largest)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "maxima", "totals", "sinks"])
 def merge_chunks(
-    sums, maxima, totals, rows, output,
+    sums, maxima, totals, rows, output, sinks, HAS_SINKS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -303,15 +313,18 @@ def merge_chunks(
         total = total * old_weight + tl.sum(tl.load(totals + parts, exists, other=0.0) * weights, 0)
         weighted = weighted * old_weight + tl.sum(chunk_sums * weights[:, None], 0)
         maximum = new_maximum
+    if HAS_SINKS:
+        factor, total = add_sinks(maximum, total, tl.load(sinks + head))
+        weighted = weighted * factor
     result = (weighted / total).to(output.dtype.element_ty)
     tl.store(output + (token * NUM_HEADS + head) * VALUE_DIM + dims, result, dims < VALUE_DIM)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "tiles"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "tiles", "sinks"])
 def prefill(
     query, query_head_stride, query_token_stride,
     keys, key_scales, KEYS_STRIDE: tl.constexpr, values, value_scales, VALUES_STRIDE: tl.constexpr,
-    tables, table_stride, tiles, output, scaling,
+    tables, table_stride, tiles, output, scaling, sinks, HAS_SINKS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -347,6 +360,9 @@ def prefill(
     if HAS_SCALES:
         weighted = weighted * (1 / RAISED)
     tokens, heads = first_token + members // GROUP, kv_head * GROUP + members % GROUP
+    if HAS_SINKS:
+        factor, total = add_sinks(maximum, total, tl.load(sinks + heads))
+        weighted = weighted * factor[:, None]
     result = (weighted / tl.where(is_member, total, 1.0)[:, None]).to(output.dtype.element_ty)
     tl.store(
         output + ((tokens * NUM_KV_HEADS * GROUP + heads) * VALUE_DIM)[:, None] + dims[None, :], result,

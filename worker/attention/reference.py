@@ -31,6 +31,7 @@ class ReferenceAttention:
         sliding_window: int | None,
         softcap: float | None,
         batch: StepBatch,
+        sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:  # [T, Hq, Dv]
         layer.write(key, value, batch.slot_mapping[layer.group])
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
@@ -39,7 +40,7 @@ class ReferenceAttention:
             table, kv_len = batch.block_tables[layer.group, row], batch.kv_lens[row]
             first = first_visible(kv_len, tokens.stop - tokens.start, sliding_window)
             keys, values = layer.gather(table, first, kv_len)  # [L, Hkv, D], [L, Hkv, Dv]
-            output[tokens] = attend_one(query[:, tokens], keys, values, scaling, sliding_window, softcap)
+            output[tokens] = attend_one(query[:, tokens], keys, values, scaling, sliding_window, softcap, sinks)
         return output
 
 
@@ -50,6 +51,7 @@ def attend_one(
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,  # [Hq]
 ) -> Tensor:  # [Q, Hq, Dv]
     """Compute causal attention of the last Q tokens of one sequence."""
     num_heads, num_queries, kv_len = query.shape[0], query.shape[1], keys.shape[0]
@@ -67,7 +69,10 @@ def attend_one(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         visible = visible_positions(end - begin, num_keys, sliding_window, query.device)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, end - begin, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :num_keys]
         parts.append((weights @ values[:, :num_keys]).transpose(0, 1).to(query.dtype))
     return torch.cat(parts)
 

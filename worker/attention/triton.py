@@ -142,6 +142,7 @@ class TritonAttention:
         sliding_window: int | None,
         softcap: float | None,
         batch: StepBatch,
+        sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:  # [T, Hq, Dv]
         query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
         num_kv_heads, num_tokens, key_dim = key.shape
@@ -159,7 +160,7 @@ class TritonAttention:
             BLOCK_DV=_padded(value.shape[2]),
             **launch_options(),
         )
-        return self.attend(query, layer, scaling, sliding_window, softcap, batch)
+        return self.attend(query, layer, scaling, sliding_window, softcap, batch, sinks)
 
     def forward_projected(
         self,
@@ -173,6 +174,7 @@ class TritonAttention:
         sliding_window: int | None,
         softcap: float | None,
         batch: StepBatch,
+        sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:  # [T, Hq, D]
         """Do what `rows_torch.norm_and_rotate` and `forward` do, with one launch less."""
         num_tokens, (num_kv_heads, dim), half = len(projected), layer.keys.shape[2:], tables[0].shape[1]
@@ -192,7 +194,7 @@ class TritonAttention:
             BLOCK_D=_padded(dim),
             **launch_options(),
         )
-        return self.attend(queries.transpose(0, 1), layer, scaling, sliding_window, softcap, batch)
+        return self.attend(queries.transpose(0, 1), layer, scaling, sliding_window, softcap, batch, sinks)
 
     def attend(
         self,
@@ -202,6 +204,7 @@ class TritonAttention:
         window: int | None,
         softcap: float | None,
         batch: StepBatch,
+        sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:  # [Hq, T, D] -> [T, Hq, Dv]
         """Attend to the pool, where the step's own keys and values are already, with rows that are cut already."""
         num_heads, num_tokens, key_dim = query.shape
@@ -237,10 +240,11 @@ class TritonAttention:
                 "num_stages": decode_stages,
                 "maxnreg": decode.max_registers,
             }
-            self._decode(rows, given, scaling, how_decoded, output)
+            self._decode(rows, given, scaling, how_decoded, output, sinks)
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
-                *(*given, rows.tiles, output, scaling),
+                *(*given, rows.tiles, output, scaling, sinks),
+                HAS_SINKS=sinks is not None,
                 BLOCK_M=_num_queries(query.dtype, num_heads, layer),
                 BLOCK_N=PREFILL.num_positions // divisor,
                 num_warps=PREFILL.num_warps,
@@ -257,7 +261,15 @@ class TritonAttention:
         tile_size = _num_queries(dtype, num_heads, layer) * layer.keys.shape[2] // num_heads
         return _rows(batch, tile_size, window or 0, self._largest_decode)
 
-    def _decode(self, rows: Rows, given: tuple[Any, ...], scaling: float, how: dict[str, Any], output: Tensor) -> None:
+    def _decode(
+        self,
+        rows: Rows,
+        given: tuple[Any, ...],
+        scaling: float,
+        how: dict[str, Any],
+        output: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
         """Attend with the decode rows. given, how: what `decode_chunks` has in common with `prefill`."""
         num_chunks, (_, num_heads, value_dim) = len(rows.chunks), output.shape
         sums = output.new_empty(num_chunks, num_heads, value_dim, dtype=torch.float32)
@@ -273,7 +285,8 @@ class TritonAttention:
         if kind not in self._num_programs:
             self._num_programs[kind] = _num_resident(kernel, output.device)
         merge_chunks[(len(rows.decodes), num_heads)](
-            *(sums, maxima, totals, rows.decodes, output),
+            *(sums, maxima, totals, rows.decodes, output, sinks),
+            HAS_SINKS=sinks is not None,
             WINDOW=rows.window,
             CHUNK=CHUNK,
             NUM_HEADS=num_heads,

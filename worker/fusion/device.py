@@ -157,10 +157,10 @@ class DeviceAttention:
 
     def run(self, projected: Tensor, rows: StepBatch) -> Tensor:
         if self._run_projected is not None:
-            attended = self._run_projected(projected, *self._rotation, *self._how, rows)
+            attended = self._run_projected(projected, *self._rotation, *self._how, rows, self._parts.sinks)
         else:
             query, key, value = self._rotated(projected, rows)
-            attended = self._attention.forward(query, key, value, *self._how, rows)
+            attended = self._attention.forward(query, key, value, *self._how, rows, self._parts.sinks)
         return attended.reshape(len(projected), self._parts.output_width)
 
     def _rotated(self, projected: Tensor, rows: StepBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -176,6 +176,7 @@ class CompiledLayerAttention:
             rotary=(parts.rotary.cosines, parts.rotary.sines),
             norms=(norms[0].weights, norms[1].weights) if norms else None,
             norm_eps=norms[0].epsilon if norms else 0.0,
+            sinks=parts.sinks,
             rounds=rounds,
         )
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,6 +67,8 @@ class AttentionParts:
     rotary: Rotary
     scaling: float
     softcap: float | None
+    sinks: nn.Parameter | None
+    """One more score of each query head. None: the layer has none."""
     spec: LayerSpec
 
     @property
@@ -149,7 +153,7 @@ def _read_decoder(model: PreTrainedModel, specs: list[LayerSpec], num_positions:
     _require(len(own_layers) == len(specs), "it has layers without attention")
     tables: dict[str | None, Rotary] = {}
     layers = [
-        _read_layer(layer, spec, _rotary_of(model, spec.layer_index, num_positions, tables))
+        _read_layer(layer, spec, _rotary_of(model, spec, num_positions, tables))
         for layer, spec in zip(own_layers, specs, strict=True)
     ]
     return DecoderParts(
@@ -197,9 +201,7 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     _require_children(attention, {"o_proj", *names}, allowed=_ATTENTION_CHILDREN)
     _require(bool(getattr(attention, "use_rope", True)), "it has layers without a rotary embedding")
-    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", _rotate_half)
-    pairs = torch.arange(4.0, dtype=torch.float32, device="cpu")
-    _require(torch.equal(rotate(pairs), _rotate_half(pairs)), "its rotary embedding pairs other entries")
+    _require_pairs_of_halves(sys.modules[type(attention).__module__])
     projections, output = [getattr(attention, name) for name in names], own_part(attention.o_proj)
     _require_linear(*projections, output)
     _require(spec.key_dim == spec.value_dim, "its keys and values differ in size")
@@ -210,6 +212,10 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     norms = [_read_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     _require(all(norm.weights.shape == (spec.key_dim,) for norm in norms), "it norms whole queries")
     _require(len({norm.epsilon for norm in norms}) <= 1 and len(norms) in (0, 2), "it norms queries or keys alone")
+    own = {name for name, _ in attention.named_parameters(recurse=False)}
+    _require(own <= {"sinks"}, f"{type(attention).__name__} has {', '.join(sorted(own - {'sinks'}))}")
+    sinks = getattr(attention, "sinks", None)
+    _require(sinks is None or sinks.shape == (num_heads,), "its attention sinks are not one of each head")
     return AttentionParts(
         projections=projections,
         output=output,
@@ -219,8 +225,20 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
         rotary=rotary,
         scaling=attention.scaling,
         softcap=getattr(attention, "attn_logit_softcapping", None),
+        sinks=sinks,
         spec=spec,
     )
+
+
+def _require_pairs_of_halves(code: ModuleType) -> None:
+    """The functions of a model pair the same entries as `_rotate_half`."""
+    pairs = torch.arange(4.0, dtype=torch.float32, device="cpu")
+    rotate = getattr(code, "rotate_half", None)
+    if rotate is None and hasattr(code, "_apply_rotary_emb"):  # of gpt-oss: by a quarter of a turn it does the same
+        cosines, sines = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float32, device="cpu")
+        rotate = partial(code._apply_rotary_emb, cos=cosines, sin=sines)
+    rotate = rotate or _rotate_half
+    _require(torch.equal(rotate(pairs), _rotate_half(pairs)), "its rotary embedding pairs other entries")
 
 
 def _rotate_half(values: Tensor) -> Tensor:
@@ -294,12 +312,10 @@ def _read_norm(module: Any) -> Norm:
     return Norm(_constant(plain + offset), epsilon)
 
 
-def _rotary_of(
-    model: PreTrainedModel, layer_index: int, num_positions: int, tables: dict[str | None, Rotary]
-) -> Rotary:
+def _rotary_of(model: PreTrainedModel, spec: LayerSpec, num_positions: int, tables: dict[str | None, Rotary]) -> Rotary:
     """Return the rotary embedding of a layer. Layers of one type share it."""
     module: Any = model.base_model.rotary_emb
-    layer_type: str | None = model.config.layer_types[layer_index] if isinstance(module.rope_type, dict) else None
+    layer_type: str | None = model.config.layer_types[spec.layer_index] if isinstance(module.rope_type, dict) else None
     if layer_type not in tables:
         positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
         options = (layer_type,) if layer_type else ()
@@ -307,10 +323,13 @@ def _rotary_of(
         _require(isinstance(found, tuple), "its rotary embedding is not of cosines and sines")
         cosines, sines = (each[0].float() for each in found)
         half = cosines.shape[1] // 2
-        _require(
-            cosines.shape == (num_positions, 2 * half) and torch.equal(cosines[:, :half], cosines[:, half:]),
-            "its rotary embedding pairs other entries",
-        )
+        is_doubled = torch.equal(cosines[:, :half], cosines[:, half:])
+        if not is_doubled and 2 * cosines.shape[1] == spec.key_dim:  # gpt-oss has each number once
+            half = cosines.shape[1]
+        else:
+            _require(
+                is_doubled and cosines.shape == (num_positions, 2 * half), "its rotary embedding pairs other entries"
+            )
         tables[layer_type] = Rotary(*(_constant(each[:, :half].contiguous()) for each in (cosines, sines)))
     return tables[layer_type]
 

@@ -147,13 +147,23 @@ static void read_queries(const struct attention *c, const struct scratch *s, con
     memset(s->sums, 0, sizeof(float) * count * padded(c->value_dim));
 }
 
+/* Return what the sums of a query vector are multiplied with: 1 / the total of its weights, with that of the sink. */
+static inline float final_factor(const struct attention *c, float maximum, float total, int64_t head)
+{
+    if (c->sinks == NULL)
+        return 1.0f / total;
+    float largest = c->sinks[head] > maximum ? c->sinks[head] : maximum; /* else an exponential may overflow */
+    float old = v_exp(splat(maximum - largest))[0];
+    return old / (total * old + v_exp(splat(c->sinks[head] - largest))[0]);
+}
+
 static void write_output(const struct attention *c, const struct scratch *s, const struct tile *tile)
 {
     int64_t count = num_vectors(c, tile);
     for (int64_t q = 0; q < count; q++) {
         const float *sums = s->sums + q * padded(c->value_dim);
-        float factor = 1.0f / s->totals[q];
         struct origin to = origin_of(c, tile, q);
+        float factor = final_factor(c, s->maxima[q], s->totals[q], to.head);
         int64_t offset = (to.token * c->num_heads + to.head) * c->value_dim;
         narrow(c->output, offset, sums, c->value_dim, c->dtype, factor);
     }

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 20
+#define MILLRACE_KERNELS_VERSION 21
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -47,6 +47,7 @@ struct attention {
     void *keys;   /* [N, S, Hkv, D], contiguous */
     void *values; /* [N, S, Hkv, Dv], contiguous */
     void *output; /* [T, Hq, Dv], contiguous */
+    const float *sinks; /* [Hq], of each head one more score, which has no key and no value; or NULL */
 };
 
 /* Random draws. Shapes: M rows, V token ids. */

@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 20
+VERSION = 21
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -54,7 +54,7 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
         *(("norm_eps", ctypes.c_float), ("rotary_dim", ctypes.c_int64)),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "keys", "values", "output")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "keys", "values", "output", "sinks")),
     )
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from millrace.executor.wire.failures import is_interruption
-from millrace.worker.attention.interface import STEP_KEYWORD
+from millrace.worker.attention.interface import SINKS_OPTION, STEP_KEYWORD
 from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.kv_pool import LayerSpec
 from millrace.worker.linear.modules import IS_READ
@@ -32,7 +32,7 @@ logger = logging.getLogger("millrace.worker")
 
 PROBE_TOKENS = 2
 
-SUPPORTED_OPTIONS = frozenset({"scaling", "sliding_window", "softcap"})
+SUPPORTED_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", SINKS_OPTION})
 IGNORED_OPTIONS = frozenset({"dropout", "position_ids", "position_embeddings", "is_causal"})
 """Some models pass these; they have no effect on causal attention in inference."""
 
@@ -72,6 +72,7 @@ class ProbeStep:
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
             raise unsupported(f"{name} attends to later tokens")
         _check_options(name, options)
+        _check_sinks(name, options.get(SINKS_OPTION), len(query))
         self.specs[layer_index] = LayerSpec(
             layer_index=layer_index,
             num_kv_heads=key.shape[0],
@@ -174,3 +175,9 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
     unknown = used - IGNORED_OPTIONS - SUPPORTED_OPTIONS
     if unknown:
         raise unsupported(f"the attention of {name} uses {', '.join(sorted(unknown))}")
+
+
+def _check_sinks(name: str, sinks: Any, num_heads: int) -> None:
+    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (num_heads,)):
+        shape = list(getattr(sinks, "shape", ()))
+        raise unsupported(f"{name} passes attention sinks of shape {shape} for {num_heads} heads")

@@ -6,7 +6,7 @@ checkpoint would. Every format stores codes of a weight with scales, of one outp
     weight [outputs, inputs] = (code - zero point) * scale
 
 Sources: the code of compressed-tensors 0.20, AutoAWQ 0.2.9, AutoGPTQ 0.7, auto-round 0.16, bitsandbytes 0.50, and
-transformers 5 (fp8).
+transformers 5 (fp8, and MXFP4 of gpt-oss).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTe
 QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
 """What config.json may call its settings."""
 METHODS = frozenset(
-    {"auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt"}
+    {"auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4"}
 )
 """Values of `quant_method`."""
 _AUTO_GPTQ, _AUTO_AWQ = ("auto_round:auto_gptq", "auto_round:gptq"), ("auto_round:auto_awq", "auto_round:awq")
@@ -65,6 +65,7 @@ _OTHER_PARTS = {
     ),
     "weight_packed": ("weight_scale", "weight_global_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
     "qweight": ("scales", "qzeros", "g_idx"),
+    **{f"{name}_blocks": (f"{name}_scales",) for name in ("gate_up_proj", "down_proj")},
 }
 """What a layer may store besides its codes, by the name of these."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -79,7 +80,8 @@ def quantization_settings(directory: Path) -> dict[str, Any] | None:
     """Return what config.json says of quantized weights, if anything. Raises `ModelError` for what cannot be read."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
-        settings = next((config[name] for name in QUANTIZATION_KEYS if config.get(name)), None)
+        parts = (config, config.get("text_config") or {})
+        settings = next((part[name] for part in parts for name in QUANTIZATION_KEYS if part.get(name)), None)
     except (OSError, ValueError, AttributeError, RecursionError):  # weights to load again may have no config.json
         return None
     if not settings and (directory / "hf_quant_config.json").exists():  # older checkpoints of modelopt
@@ -117,7 +119,8 @@ def find_quantized(stored: dict[str, StoredTensor], settings: dict[str, Any], dt
         if compute := _computation(leaf, tensor, parts, settings):
             for part in parts:
                 found.pop(layer + dot + part, None)
-            found[f"{layer}{dot}weight"] = DerivedTensor(parts, compute, dtype)
+            weight = leaf.removesuffix("_blocks") if leaf.endswith("_blocks") else "weight"
+            found[layer + dot + weight] = DerivedTensor(parts, compute, dtype)
     return found
 
 
@@ -143,6 +146,8 @@ def _computation(
         return partial(_awq if is_awq else _gptq, settings)
     if leaf == "weight_packed" and "weight_scale" in parts:
         return _four_bit_floats if codes.dtype == "U8" else _packed_integers
+    if leaf.endswith("_blocks") and len(parts) > 1:
+        return _expert_blocks
     if leaf == "weight" and codes.dtype == "U8" and "weight_scale_2" in parts:
         return _four_bit_floats
     if leaf == "weight" and "weight.quant_map" in parts:
@@ -180,6 +185,20 @@ def _four_bit_floats(parts: Parts) -> Tensor:
     if "weight_global_scale" in parts:  # of compressed-tensors
         return weight.div_(parts["weight_global_scale"].float())
     return weight.mul_(parts["weight_scale_2"].float()) if "weight_scale_2" in parts else weight
+
+
+def _expert_blocks(parts: Parts) -> Tensor:  # [E, K, N]
+    """MXFP4 of gpt-oss: stacked experts in blocks [E, N, groups, bytes] with exponents [E, N, groups]. The model has its
+    inputs before its outputs."""
+    blocks, exponents = (next(parts[name] for name in parts if name.endswith(end)) for end in ("_blocks", "_scales"))
+    numbers = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
+    num_experts, num_outputs, num_groups, num_bytes = blocks.shape
+    shape = (num_experts, num_outputs, num_groups, 2 * num_bytes)
+    weights = torch.empty(shape, dtype=torch.float32, device=blocks.device)
+    # One expert at a time: the indices take as much memory as the weights.
+    for weight, packed, scales in zip(weights, blocks, exponents, strict=True):
+        torch.mul(numbers[_split(packed, 4).int()], _numbers(scales)[..., None], out=weight)
+    return weights.flatten(2).transpose(1, 2)
 
 
 def _entries_of_table(parts: Parts) -> Tensor:

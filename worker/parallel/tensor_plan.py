@@ -52,6 +52,8 @@ class Style:
     may_be_uneven: bool = False
     num_packed: int = 1
     """Matrices that are packed in the divided dimension. The rank has its part of each."""
+    num_dims: int = 3
+    """Of tensors with this style: stacked experts have three."""
 
 
 MODULE_STYLES = {
@@ -62,18 +64,18 @@ MODULE_STYLES = {
     "replicate": Style(),
     "replicated_with_grad_allreduce": Style(),
     "moe_tp_experts": Style(joined=TensorParallelExperts),
+    "local_params": Style(),  # its parameters are named by the plan too
 }
 """The supported styles of transformers for modules."""
 
 TENSOR_STYLES = {
+    "colwise": Style(-1, num_dims=1),  # attention sinks, one of each head
     "packed_colwise": Style(-2, num_packed=2),
     "rowwise": Style(-1),
     "replicate": Style(),
     "replicated_with_grad_allreduce": Style(),
 }
-"""The supported styles for tensors that the plan names: the stacked experts, [E, outputs, inputs]."""
-
-EXPERTS_DIM = 3
+"""The supported styles for tensors that the plan names: the stacked experts, [E, outputs, inputs], and attention sinks."""
 
 EMBEDDING = Style(0, None, VocabParallelEmbedding, may_be_uneven=True)
 HEAD = Style(0, 0, may_be_uneven=True)
@@ -109,7 +111,7 @@ class TensorPlan:
         self._topology = topology
         vocabulary = {model.get_input_embeddings(), model.get_output_embeddings()}
         modules = {name: module for name, module in model.named_modules() if module not in vocabulary}
-        self._styles = _read_plan(model, modules, MODULE_STYLES, lambda module: isinstance(module, nn.Linear))
+        self._styles = _read_plan(model, modules, MODULE_STYLES, lambda module, _: isinstance(module, nn.Linear))
         if not self._styles:
             raise ModelError(
                 "tensor_parallel_size: must be 1, since transformers has no tensor parallel plan for "
@@ -117,7 +119,9 @@ class TensorPlan:
             )
         self._styles |= _vocabulary(model)
         tensors = dict(model.named_parameters())
-        self._tensor_styles = _read_plan(model, tensors, TENSOR_STYLES, lambda tensor: tensor.dim() == EXPERTS_DIM)
+        self._tensor_styles = _read_plan(
+            model, tensors, TENSOR_STYLES, lambda each, style: each.dim() == style.num_dims
+        )
         self._check_experts(model)
         self._check_sizes(model)
 
@@ -191,7 +195,10 @@ class TensorPlan:
 
 
 def _read_plan(
-    model: PreTrainedModel, parts: dict[str, Any], supported: dict[str, Style], is_divisible: Callable[[Any], bool]
+    model: PreTrainedModel,
+    parts: dict[str, Any],
+    supported: dict[str, Style],
+    is_divisible: Callable[[Any, Style], bool],
 ) -> dict[str, Style]:
     """Return the style of each of `parts`, modules or tensors by name, that transformers' plan names."""
     patterns: dict[str, str] = model.tp_plan or {}
@@ -200,7 +207,7 @@ def _read_plan(
         if (style_name := patterns.get(NUMBERS.sub(".*", name))) is None:
             continue
         style = supported.get(style_name)
-        if style is None or (style.weight_dim is not None and not is_divisible(part)):
+        if style is None or (style.weight_dim is not None and not is_divisible(part, style)):
             raise ModelError(
                 f"tensor_parallel_size: transformers divides {name} of {model.config.model_type} as "
                 f'"{style_name}", which is not supported; {_remedy(model)}'

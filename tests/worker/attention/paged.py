@@ -86,10 +86,12 @@ def attend(
     first_token: int = 0,
     query_size: float = 1.0,
     value_size: float = 1.0,
+    sink_size: float | None = None,
     device: str = "cpu",
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and the bytes of the pool. num_kept: compute the first rows alone. first_token: of the only row, compute
-    those from it on again, and return these. query_size, value_size: standard deviations."""
+    those from it on again, and return these. query_size, value_size: standard deviations. sink_size: of the largest sink;
+    those of the other heads are evenly down to its negative."""
     num_heads, num_kv_heads, key_dim, value_dim = shape
     batch = make_batch(rows, block_size, NUM_BLOCKS, seed=1, window=window)
     generator = torch.Generator().manual_seed(2)
@@ -104,7 +106,10 @@ def attend(
         query, key, value = (each[:, : batch.query_starts[-1]] for each in (query, key, value))
     batch, layer, parts = on_device(batch, pool, shape, pool_dtype or dtype, device)
     options = layer, key_dim**-0.5, window, softcap
-    output = attention.forward(query, key, value, *options, batch)
+    sinks = None
+    if sink_size is not None:
+        sinks = torch.linspace(-sink_size, sink_size, num_heads).to(device, dtype)
+    output = attention.forward(query, key, value, *options, batch, sinks)
     if first_token:
         last = replace(
             batch,
@@ -114,7 +119,7 @@ def attend(
             derived={},
         )
         query, key, value = (each[:, first_token:] for each in (query, key, value))
-        output = attention.forward(query, key, value, *options, last)
+        output = attention.forward(query, key, value, *options, last, sinks)
     return output, [part.view(torch.uint8) for part in parts]
 
 
@@ -125,6 +130,7 @@ def check_projected(
     *,
     has_norms: bool,
     dtype: torch.dtype,
+    has_sinks: bool = False,
     pool_dtype: torch.dtype | None = None,
     device: str = "cpu",
 ) -> None:
@@ -139,6 +145,7 @@ def check_projected(
     rotation: dict[str, Any] = {"tables": (cosines, sines), "norms": (of_query, of_key) if has_norms else None}
     rotation |= {"epsilon": 1e-6, "num_heads": num_heads}
     how: dict[str, Any] = {"scaling": dim**-0.5, "sliding_window": None, "softcap": None}
+    how["sinks"] = torch.linspace(-2, 2, num_heads).to(device, dtype) if has_sinks else None
     batch, layer, parts = on_device(rows, pool, shape, pool_dtype or dtype, device)
     output = attention.forward_projected(projected, **rotation, layer=layer, **how, batch=batch)
     batch, layer, expected_parts = on_device(rows, pool, shape, pool_dtype or dtype, device)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.attention.interface import Attention
@@ -44,11 +46,12 @@ def attend(
     window: int | None,
     softcap: float | None = None,
     pool_dtype: torch.dtype = torch.float32,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     batch = make_batch(rows, BLOCK_SIZE, NUM_BLOCKS, seed, window)
     layer = make_layer(batch, seed, pool_dtype)
     query, key, value = new_tokens(batch.query_starts[-1], seed)
-    return attention.forward(query, key, value, layer, 0.3, window, softcap, batch)
+    return attention.forward(query, key, value, layer, 0.3, window, softcap, batch, sinks)
 
 
 def new_tokens(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,6 +86,26 @@ def test_the_cpu_path_equals_the_reference_with_a_pool_of_another_dtype() -> Non
 def test_the_cpu_path_equals_the_reference_with_capped_scores() -> None:
     expected = attend(ReferenceAttention(), random_rows(3), 3, 5, softcap=2.0)
     torch.testing.assert_close(attend(CPUAttention(), random_rows(3), 3, 5, softcap=2.0), expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_cpu_path_equals_the_reference_with_attention_sinks(window: int | None) -> None:
+    sinks = torch.linspace(-5, 5, HEADS)
+    expected = attend(ReferenceAttention(), random_rows(3), 3, window, sinks=sinks)
+    actual = attend(CPUAttention(), random_rows(3), 3, window, sinks=sinks)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [2.0, 300.0])
+def test_attention_sinks_are_what_transformers_computes(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.worker.attention.reference.MAX_SCORES", 1 << 8)  # in several parts
+    query, key, value = (each[None] for each in new_tokens(30, seed=5))
+    sinks = torch.linspace(-size, size, HEADS)
+    module: Any = SimpleNamespace(sinks=sinks, num_key_value_groups=HEADS // KV_HEADS, training=False)
+    mask = torch.full((30, 30), float("-inf")).triu(1)
+    expected, _ = eager_attention_forward(module, query, key, value, mask, scaling=0.3)
+    actual = attend(ReferenceAttention(), [(30, 30)], 5, None, sinks=sinks)
+    torch.testing.assert_close(actual, expected[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -53,6 +53,30 @@ def test_decodes_and_chunks_equal_the_reference(
     check(triton, MIXED, shape=shape, device="cuda", **options)
 
 
+@pytest.mark.parametrize("sink_size", [2.0, 200.0])
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype", "shape", "window"),
+    [
+        (torch.bfloat16, torch.bfloat16, (64, 8, 64, 64), 128),
+        (torch.bfloat16, torch.bfloat16, LARGE, None),
+        (torch.bfloat16, FP8, (64, 8, 64, 64), None),
+        (torch.float16, torch.float16, SMALL, 40),
+        (torch.float32, torch.float32, SMALL, None),
+    ],
+)
+def test_attention_sinks_equal_the_reference(
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    shape: Shape,
+    window: int | None,
+    sink_size: float,
+    triton: Attention,
+) -> None:
+    options = {"dtype": dtype, "pool_dtype": pool_dtype, "window": window, "sink_size": sink_size}
+    check(triton, MIXED, shape=shape, device="cuda", **options)
+    check(triton, [(2100, 1), (1, 1), (600, 1)], shape=shape, device="cuda", **options)
+
+
 @pytest.mark.parametrize("value_size", [1e-5, 1e4])
 def test_small_and_large_values_in_fp8_equal_the_reference(value_size: float, triton: Attention) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "pool_dtype": FP8, "device": "cuda"}

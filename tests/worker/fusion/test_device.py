@@ -43,7 +43,7 @@ def start(path: Path, **options: object) -> tuple[Rank, DecoderWeights]:
     return worker, decoder
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *MORE])
+@pytest.mark.parametrize("name", [*CONFIGS, *MORE, "gpt_oss"])
 def test_each_family_is_fused_and_matches_transformers(name: str, tmp_path: Path) -> None:
     base, overrides = MORE.get(name, (name, {}))
     torch.manual_seed(0)  # experts keep their first weights

@@ -47,6 +47,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             "seed": 3,
         },
     ),
+    "granite_swa": ("llama", {"model_type": "granite_swa", "rope_parameters": None, "sliding_window": 24}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "seed": 2}),
 }
 """Recognised besides CONFIGS: base and overrides."""
@@ -57,7 +58,7 @@ def run(path: Path, **options: object) -> tuple[list[Request], DecoderWeights | 
     return Driver(worker, seed=1).run(prompts(1), MAX_TOKENS), worker._model.decoder
 
 
-@pytest.mark.parametrize("arch", CONFIGS)
+@pytest.mark.parametrize("arch", [*CONFIGS, "gpt_oss"])
 def test_the_families_with_their_own_tests_are_recognised(arch: str, tmp_path: Path) -> None:
     make_model(arch, tmp_path)
     assert start_worker(tmp_path)._model.decoder is not None

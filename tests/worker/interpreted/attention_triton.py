@@ -145,6 +145,34 @@ def test_a_token_has_the_same_bits_in_a_decode_row_and_in_any_chunk(window: int 
     check(attention, MIXED, window=window)
 
 
+@pytest.mark.parametrize(("window", "sink_size"), [(None, 2.0), (40, 200.0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_sinks_equal_the_reference(dtype: torch.dtype, window: int | None, sink_size: float) -> None:
+    check(TRITON, MIXED, shape=(6, 2, 24, 16), dtype=dtype, window=window, sink_size=sink_size)
+
+
+def test_a_sink_counts_once_for_all_chunks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.worker.attention.triton.CHUNKS_AT_ONCE", 2)
+    options: dict[str, Any] = {"shape": (2, 1, 16, 16), "sink_size": 2.0}
+    check(TRITON, [(600, 1), (30, 9), (300, 1)], **options)
+    together, _ = attend(TRITON, [(600, 1), (30, 9), (300, 1)], **options)
+    alone, _ = attend(TRITON, [(600, 1), (30, 9), (300, 1)], **options, num_kept=1)
+    assert torch.equal(alone, together[:1])
+    attention = TritonAttention(batch_invariant=True)
+    whole, _ = attend(attention, [(300, 20)], **options)
+    part, _ = attend(attention, [(300, 20)], **options, first_token=19)
+    assert torch.equal(part, whole[19:])
+
+
+@pytest.mark.usefixtures("exact_fp8")
+def test_attention_sinks_with_a_pool_in_fp8_equal_the_reference() -> None:
+    check(TRITON, MIXED, shape=(4, 2, 16, 16), pool_dtype=FP8, sink_size=2.0)
+
+
+def test_projections_are_rotated_for_attention_with_sinks() -> None:
+    check_projected(TRITON, (4, 2, 16, 16), 16, has_norms=False, has_sinks=True, dtype=torch.float32)
+
+
 @triton.jit
 def store_offset(block, offset, output, block_stride, token_stride):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
     place = locate(output, tl.load(block), tl.load(offset), 3, block_stride, token_stride)

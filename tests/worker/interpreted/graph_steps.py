@@ -69,6 +69,7 @@ def rotate_in_torch(
     window: int | None,
     softcap: float | None,
     batch: StepBatch,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Do what `forward_projected` does, without its kernel, which would take a third of the time of these tests."""
     num_kv_heads, dim = layer.keys.shape[2:]
@@ -79,7 +80,7 @@ def rotate_in_torch(
     query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads])
     slots = batch.token_blocks[:, layer.group].long() * batch.block_size + batch.positions[0] % batch.block_size
     layer.write(key, value, slots)
-    return self.attend(query, layer, scaling, window, softcap, batch)
+    return self.attend(query, layer, scaling, window, softcap, batch, sinks)
 
 
 class CaptureDouble:

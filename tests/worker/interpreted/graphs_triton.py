@@ -38,20 +38,26 @@ from tests.worker.interpreted.graph_steps import (
     generate,
     use_graphs,
 )
-from tests.worker.models import VOCAB_SIZE, make_model
+from tests.worker.models import VOCAB_SIZE, WINDOW, make_model
 
 pytestmark = pytest.mark.usefixtures("triton_on_this_cpu")
 
 
 @pytest.mark.usefixtures("for_all_steps")
-@pytest.mark.parametrize(("arch", "batch_invariant"), [("llama", False), ("gemma3_text", False), ("gemma3_text", True)])
+@pytest.mark.parametrize(
+    ("arch", "batch_invariant"),
+    [("llama", False), ("gemma3_text", False), ("gemma3_text", True), ("attention sinks", False)],
+)
 def test_tokens_are_those_of_eager_steps(
     arch: str, batch_invariant: bool, worker: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In random batches with preemptions and forks, with full attention and sliding windows."""
     monkeypatch.setattr(TritonAttention.__init__, "__kwdefaults__", {"batch_invariant": batch_invariant})
-    if arch != "llama":
+    if arch == "attention sinks":
+        make_model("llama", tmp_path, **SMALL, model_type="granite_swa", rope_parameters=None, sliding_window=WINDOW)
+    elif arch != "llama":
         make_model(arch, tmp_path, **SMALL, layer_types=["sliding_attention"])
+    if arch != "llama":
         worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
     expected = generate(worker, 1, 4)
     found, double = use_graphs(worker)

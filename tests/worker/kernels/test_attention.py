@@ -76,6 +76,7 @@ def attend(
     softcap: float | None = None,
     seed: int = 1,
     last: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, LayerCache]:
     """The output, and the layer with the step's keys and values. The queries lie as transformers makes them. With `last`
     the one row is computed in two steps, and the output is that of its last tokens."""
@@ -90,10 +91,11 @@ def attend(
     scaling = shape.key_dim**-0.5
     if last is not None:
         begin = replace(batch, query_starts=[0, rows[0][1] - last], kv_lens=[rows[0][0] - last], derived={})
-        attention.forward(*(query[:, :-last], key[:, :-last], value[:, :-last]), layer, scaling, window, softcap, begin)
+        given = query[:, :-last], key[:, :-last], value[:, :-last]
+        attention.forward(*given, layer, scaling, window, softcap, begin, sinks)
         batch = replace(batch, query_starts=[0, last], derived={})
         query, key, value = query[:, -last:], key[:, -last:], value[:, -last:]
-    return attention.forward(query, key, value, layer, scaling, window, softcap, batch), layer
+    return attention.forward(query, key, value, layer, scaling, window, softcap, batch, sinks), layer
 
 
 def check(
@@ -104,9 +106,10 @@ def check(
     softcap: float | None = None,
     *,
     rounds: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    expected, layer = attend(ReferenceAttention(), rows, shape, window, softcap)
-    actual, written = attend(CompiledAttention(kernels, rounds=rounds), rows, shape, window, softcap)
+    expected, layer = attend(ReferenceAttention(), rows, shape, window, softcap, sinks=sinks)
+    actual, written = attend(CompiledAttention(kernels, rounds=rounds), rows, shape, window, softcap, sinks=sinks)
     assert bool(expected.isfinite().all())
     rtol, atol = (1e-5, 4e-6) if shape.dtype == torch.float32 else (1e-2, 1e-2)
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
@@ -152,6 +155,37 @@ def test_rounding_is_for_bfloat16_alone_and_leaves_single_tokens_as_they_are(all
             plain, _ = attend(CompiledAttention(all_kernels), rows, shape)
             rounded, _ = attend(CompiledAttention(all_kernels, rounds=True), rows, shape)
             assert torch.equal(plain, rounded) != (is_other and rows[0][1] > 1)
+
+
+def sinks_up_to(size: float, shape: Shape) -> torch.Tensor:
+    """Far below and far above the scores, if the size is large."""
+    return torch.linspace(-size, size, shape.heads).to(shape.dtype)
+
+
+@pytest.mark.parametrize("size", [2.0, 200.0])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (130, 2.0)])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], SHAPES[7], IN_BF16[0], IN_TWO_DTYPES[2]])
+def test_attention_sinks(
+    all_kernels: Kernels, shape: Shape, window: int | None, softcap: float | None, size: float
+) -> None:
+    rows = [*random_rows(shape.key_dim), (300, 300), (260, 130), (400, 33)]
+    check(all_kernels, rows, shape, window, softcap, rounds=True, sinks=sinks_up_to(size, shape))
+
+
+def test_a_sink_counts_once_however_a_sequence_is_cut(kernels: Kernels) -> None:
+    sinks = sinks_up_to(2.0, SHAPES[0])
+    whole, _ = attend(CompiledAttention(kernels), [(300, 300)], SHAPES[0], sinks=sinks)
+    for num_tokens in (1, 3, 100):
+        last, _ = attend(CompiledAttention(kernels), [(300, 300)], SHAPES[0], last=num_tokens, sinks=sinks)
+        assert torch.equal(last, whole[-num_tokens:])
+    check_sharing(kernels, SHAPES[0], SHARED_LENGTHS, SHARED, sinks=sinks)
+
+
+def test_a_sink_that_is_no_number_shows_in_its_head_alone(kernels: Kernels) -> None:
+    sinks = torch.tensor([0.0, float("nan"), 0.0, 0.0])
+    output, _ = attend(CompiledAttention(kernels), random_rows(1), SHAPES[0], sinks=sinks)
+    assert output.isnan().all(-1).any(0).tolist() == [False, True, False, False]
+    assert bool(output[:, 1].isnan().all())
 
 
 def test_a_layer_uses_the_block_tables_of_its_group(kernels: Kernels) -> None:
@@ -308,6 +342,7 @@ def check_sharing(
     softcap: float | None = None,
     *,
     rounds: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute groups of rows whose first blocks are the same in one step, and each row in a step of its own."""
     batch = make_batch([(length, 1) for length in lengths], shape.block_size, NUM_BLOCKS, 5)
@@ -325,8 +360,8 @@ def check_sharing(
         )
     )
     attention = CompiledAttention(kernels, rounds=rounds)
-    together = attention.forward(query, key, value, layer, 0.2, window, softcap, batch)
-    expected = ReferenceAttention().forward(query, key, value, layer, 0.2, window, softcap, batch)
+    together = attention.forward(query, key, value, layer, 0.2, window, softcap, batch, sinks)
+    expected = ReferenceAttention().forward(query, key, value, layer, 0.2, window, softcap, batch, sinks)
     rtol, atol = (1e-5, 4e-6) if shape.dtype == torch.float32 else (1e-2, 1e-2)
     torch.testing.assert_close(together, expected, rtol=rtol, atol=atol)
     for row, length in enumerate(lengths):
@@ -334,7 +369,8 @@ def check_sharing(
         alone = replace(
             batch, query_starts=[0, 1], kv_lens=[length], block_tables=batch.block_tables[:, one], derived={}
         )
-        output = attention.forward(query[:, one], key[:, one], value[:, one], layer, 0.2, window, softcap, alone)
+        given = query[:, one], key[:, one], value[:, one]
+        output = attention.forward(*given, layer, 0.2, window, softcap, alone, sinks)
         if rounds:
             torch.testing.assert_close(output[0], together[row], rtol=rtol, atol=atol)
         else:

@@ -52,6 +52,7 @@ def check(
     preparation: Preparation,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     batch = make_batch(rows, shape.block_size, NUM_BLOCKS, 3)
@@ -74,7 +75,7 @@ def check(
     if preparation.rotary_dim is not None:
         query, key = rotate(query, key, batch.positions[0], preparation.rotary_dim)
     scaling = shape.key_dim**-0.5
-    expected = ReferenceAttention().forward(query, key, value, expected_layer, scaling, window, softcap, batch)
+    expected = ReferenceAttention().forward(query, key, value, expected_layer, scaling, window, softcap, batch, sinks)
 
     offset = 1.0 if preparation.norm is Gemma3RMSNorm else 0.0
     compiled = LayerAttention(
@@ -82,6 +83,7 @@ def check(
         rotary=None if preparation.rotary_dim is None else tables(preparation.rotary_dim),
         norms=weights and (weights[0] + offset, weights[1] + offset),
         norm_eps=EPS,
+        sinks=sinks,
     )
     output = torch.full((qkv.shape[0], shape.heads * shape.value_dim), float("nan"), dtype=shape.dtype)
     compiled.run(qkv, output, step_rows(kernels, batch))
@@ -108,6 +110,7 @@ def test_it_equals_norm_rotation_and_reference(
 def test_windows_caps_and_the_last_position_of_the_tables(kernels: Kernels, rows: list[tuple[int, int]]) -> None:
     for window, softcap in ((None, None), (9, None), (16, 5.0)):
         check(kernels, rows, Shape(), Preparation(64, Gemma3RMSNorm), window, softcap)
+        check(kernels, rows, Shape(), Preparation(64), window, softcap, torch.tensor([-3.0, 0.5, 2.0, 6.0]))
 
 
 def test_a_position_behind_the_tables_is_refused(kernels: Kernels) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, T5Config
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.utils import logging as transformers_logging
 
 from millrace.executor.wire.kv_layout import KVLayout
@@ -562,11 +563,28 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_attention_sinks_are_refused(tmp_path: Path) -> None:
-    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16}
-    build_model("llama", model_type="gpt_oss", rope_parameters=None, **sizes).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="attention of GptOssAttention uses s_aux"):
-        load(tmp_path)
+def test_an_option_of_attention_that_is_not_known_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward: Any = LlamaAttention.forward
+
+    def forward_with_bias(self: LlamaAttention, *args: Any, **options: Any) -> Any:
+        return forward(self, *args, **options, position_bias=torch.zeros(1))
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward_with_bias)
+    with pytest.raises(ModelError, match="attention of LlamaAttention uses position_bias, which is not supported"):
+        load(llama)
+
+
+def test_attention_sinks_that_are_not_one_of_each_head_are_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward: Any = LlamaAttention.forward
+
+    def forward_with_sinks(self: LlamaAttention, *args: Any, **options: Any) -> Any:
+        return forward(self, *args, **options, s_aux=torch.zeros(2))
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward_with_sinks)
+    with pytest.raises(ModelError, match=r"LlamaAttention passes attention sinks of shape \[2\] for 4 heads"):
+        load(llama)
 
 
 ATTENTION_ONLY = {

@@ -129,6 +129,11 @@ def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Mon
             "pipeline_parallel_size: must be 1, since transformers has no pipeline parallel plan for gpt2, got 2; "
             "run it on one rank",
         ),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
+            *(2, 1),
+            "has no tensor parallel plan for gpt_oss, got 2; use pipeline_parallel_size instead",
+        ),
         ({"model_type": "nanochat"}, 1, 2, "plan for nanochat, got 2; use tensor_parallel_size instead"),
         (
             {"model_type": "mixtral", "intermediate_size": 33, "num_local_experts": 2},

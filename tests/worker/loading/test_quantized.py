@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from millrace.worker.errors import ModelError
 from millrace.worker.parallel.topology import Topology
@@ -260,6 +261,69 @@ def test_experts_are_merged_by_transformers(name: str, tmp_path: Path) -> None:
     assert any("experts.0" in key for key in load_file(path / WEIGHTS))
     quantize_model(path, name, plain)
     check_same(load(path)[0], load(plain)[0])
+
+
+def mxfp4_experts(shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    """Return blocks [E, N, K / 32, 16] and exponents [E, N, K / 32] of random codes, and the weight [E, K, N] in float32."""
+    num_experts, num_inputs, num_outputs = shape
+    codes = torch.randint(16, (num_experts, num_outputs, num_inputs))
+    exponents = torch.randint(118, 126, (num_experts, num_outputs, num_inputs // 32), dtype=torch.uint8)
+    weight = E2M1[codes] * (2.0 ** (exponents.float() - 127)).repeat_interleave(32, 2)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).unflatten(2, (-1, 16))
+    return blocks, exponents, weight.transpose(1, 2).contiguous()
+
+
+def make_mxfp4(path: Path, plain: Path) -> None:
+    """Save gpt-oss with experts in MXFP4, and in another place with the weights that they stand for."""
+    make_bfloat16("gpt_oss", plain)
+    stored = load_file(plain / WEIGHTS)
+    weights: dict[str, Tensor] = {}
+    torch.manual_seed(0)
+    for key in [key for key in stored if key.endswith((".gate_up_proj", ".down_proj"))]:
+        blocks, exponents, weight = mxfp4_experts(stored.pop(key).shape)
+        stored |= {f"{key}_blocks": blocks.contiguous(), f"{key}_scales": exponents}
+        weights[key] = weight.bfloat16()
+    path.mkdir()
+    (path / "config.json").write_bytes((plain / "config.json").read_bytes())
+    save_file(stored, path / WEIGHTS, metadata={"format": "pt"})
+    edit_weights(plain, lambda tensors: tensors.update(weights))
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    edit_config(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": kept})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_stacked_experts_are_what_their_blocks_say(dtype: str, tmp_path: Path) -> None:
+    make_mxfp4(tmp_path / "model", tmp_path / "plain")
+    ours, expected = (load(tmp_path / name, dtype=dtype)[0] for name in ("model", "plain"))
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+    for layer, kind in ((0, "gate_up_proj"), (2, "down_proj")):
+        stored = load_file(tmp_path / "model" / WEIGHTS)
+        name = f"model.layers.{layer}.mlp.experts.{kind}"
+        theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        assert torch.equal(ours.get_parameter(name).bfloat16(), theirs)
+
+
+def test_gpt_oss_in_mxfp4_generates_what_transformers_does_with_these_weights(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path / "model", tmp_path / "plain")
+    requests = Driver(start_worker(tmp_path / "model", dtype="float32"), seed=1).run(prompts(1), MAX_TOKENS)
+    check_close_to_transformers(tmp_path / "plain", requests, torch.float32, 0.002)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "unexpected model.layers.1.mlp.experts.down_proj_blocks"),
+        (torch.full((3, 64, 4), 120, dtype=torch.uint8), "no weight can be computed from .*1.mlp.experts.down_proj_"),
+        (torch.full((4, 64, 3), 120, dtype=torch.uint8), "no weight can be computed from .*1.mlp.experts.down_proj_"),
+    ],
+)
+def test_damaged_blocks_of_experts_are_named(value: Tensor | None, message: str, tmp_path: Path) -> None:
+    path, key = tmp_path / "model", "model.layers.1.mlp.experts.down_proj_scales"
+    make_mxfp4(path, tmp_path / "plain")
+    edit_weights(path, lambda tensors: tensors.pop(key) if value is None else tensors.update({key: value}))
+    with pytest.raises(ModelError, match=message):
+        load(path)
 
 
 @pytest.mark.parametrize(
