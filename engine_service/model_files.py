@@ -16,6 +16,7 @@ _PLACE_BYTES, _NUM_PLACES = 4096, 4
 """What `fingerprint` reads of a tensor: so many places of this size, evenly spaced. A smaller tensor is read as a whole."""
 _MAX_HEADER_BYTES = 100_000_000
 """Longer headers are invalid, as in safetensors."""
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _ADAPTER_FILE = "adapter_config.json"
 _GGUF_RULE = "is in GGUF, which is not supported; use the model's checkpoint in safetensors, in 16 bits"
 
@@ -110,7 +111,9 @@ def _tokenizer_eos(directory: Path) -> list[int]:
 
 def _own_eos_token_ids(path: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
+        config = _read_json(path / name)
+        values = [part.get("eos_token_id") for part in (config, _language_model(config))]
+        value = next((each for each in values if each is not None), None)
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -133,9 +136,7 @@ def default_sampling(path: Path) -> dict[str, Any]:
 
 def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
     """Raise `ConfigurationError` when the model can't be divided by these sizes. Reads config.json; starts nothing."""
-    config = _read_json(path / "config.json")
-    if isinstance(text_config := config.get("text_config"), dict):
-        config = text_config
+    config = _language_model(_read_json(path / "config.json"))
     num_heads = config.get("num_attention_heads")
     counts: dict[str, Any] = {
         "num_heads": num_heads,
@@ -149,6 +150,11 @@ def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_paralle
         raise ConfigurationError(reason)
 
 
+def _language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of the language model: a part of it, in models that take images or audio too."""
+    return part if isinstance(part := config.get("text_config"), dict) else config
+
+
 def fingerprint(path: Path, tokenizer_path: Path, template_file: str | None, adapter: str | None = None) -> str:
     """Return a hash that is equal for engines with the same weights, tokenizer and chat template. With the same number
     formats they can continue each other's generations. `adapter`: its directory.
@@ -156,7 +162,7 @@ def fingerprint(path: Path, tokenizer_path: Path, template_file: str | None, ada
     It covers the configurations, the tokenizer and its templates, and of each weight file the header and a sample of each
     tensor. A file that can't be read counts as empty: whoever needs it reports that.
     """
-    texts = [tokenizer_path / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
+    texts = [tokenizer_path / name for name in ("tokenizer.json", "tokenizer_config.json", *_TEMPLATES)]
     texts += [Path(template_file).expanduser()] if template_file is not None else []
     digest = hashlib.sha256()
     for file in (path / "config.json", path / "generation_config.json", *texts):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import json
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -56,7 +58,15 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._texts: dict[int, str] = {}
         """What tokens add after a letter."""
-        self._template = read_template(template_file) if template_file is not None else self._tokenizer.chat_template
+        self._template = read_template(template_file) if template_file is not None else self._own_template(path)
+
+    def _own_template(self, path: Path) -> str | dict[str, str] | None:
+        """Return the chat template of the model. Those that take images may have it in a file of their processor only."""
+        found: str | dict[str, str] | None = self._tokenizer.chat_template
+        if not found:
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                found = json.loads((path / "chat_template.json").read_bytes())["chat_template"]
+        return found
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token with this text. None: there is none."""

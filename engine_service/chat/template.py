@@ -19,6 +19,7 @@ from millrace.results.errors import one_line, shown
 MAX_TEXT_CHARS = 4 * 1024 * 1024
 """Four times the largest request: a template that makes more of it does not end."""
 
+_PROBE = "\ue000CONTENT"
 _END_OF_MESSAGE = "\ue000END_OF_MESSAGE "
 """Marks where the last message ends, to cut off there what the template adds. A template may strip the space."""
 
@@ -55,10 +56,15 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def render(template: ChatTemplate, chat: Chat) -> str:
     """Return the prompt of a chat, with all special tokens. Raises what the template raises, and `TextError`."""
-    compiled = compile_template(template.source(has_tools=chat.tools is not None))
+    source = template.source(has_tools=chat.tools is not None)
+    compiled = compile_template(source)
     messages = [_plain(message) for message in chat.messages]
     if chat.continue_final_message:
         messages[-1]["content"] += _END_OF_MESSAGE
+    if _reads_parts_only(
+        source, frozenset((*each,) for each in template.variables.items() if isinstance(each[1], str))
+    ):
+        messages = [{**message, "content": _as_parts(message["content"])} for message in messages]
     variables = {
         **template.variables,
         "documents": None,
@@ -120,6 +126,25 @@ def compile_template(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise TextError(f"line {error.lineno}: {error.message}") from error
+
+
+@lru_cache(maxsize=8)
+def _reads_parts_only(source: str, variables: frozenset[tuple[str, str]]) -> bool:
+    """Whether a template leaves out a content that is a string, and prints one that is a list of parts: some templates of
+    models that take images do."""
+    compiled = compile_template(source)
+
+    def prints(content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        with contextlib.suppress(Exception):  # a template may raise anything
+            return _PROBE in compiled.render({**dict(variables), "messages": messages, "add_generation_prompt": False})
+        return False
+
+    return not prints(_PROBE) and prints(_as_parts(_PROBE))
+
+
+def _as_parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
 
 
 class _Generation(jinja2.ext.Extension):

@@ -30,6 +30,13 @@ def test_a_wrong_end_token_is_named(value: object, tmp_path: Path) -> None:
         eos_token_ids(tmp_path)
 
 
+def test_the_end_token_of_a_language_model_may_be_in_its_part_of_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None, "text_config": {"eos_token_id": 5}}))
+    assert eos_token_ids(tmp_path) == [5]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0, "text_config": {"eos_token_id": 5}}))
+    assert eos_token_ids(tmp_path) == [0]
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.kernels.library import find_kernels
 from tests.worker.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, Request, execute, pool_bytes, start_worker
-from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
+from tests.worker.models import ALL_EXPERTS, CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
 
 NEAR_TIE = 1e-3
 BFLOAT16_TIE = 0.1
@@ -40,9 +40,10 @@ def agreed_length(expected: list[int], logits: torch.Tensor) -> int:
     return int(near[0]) if len(near) else len(expected)
 
 
-def check_against_transformers(path: Path, requests: list[Request]) -> None:
-    # eager: the one implementation that caps Gemma 2's scores in every version of transformers
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+def check_against_transformers(path: Path, requests: list[Request], model: Any = None) -> None:
+    """`model`: of transformers, if it is not the causal language model in `path`."""
+    if model is None:  # eager: the one implementation that caps Gemma 2's scores in every version of transformers
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     for request in requests:
         length = len(request.prompt)
         with torch.no_grad():
@@ -69,7 +70,7 @@ def check_close_to_transformers(path: Path, requests: list[Request], dtype: torc
             assert (one.argmax(-1, keepdim=True) == other.topk(5).indices).any(-1).all()
 
 
-@pytest.mark.parametrize("arch", CONFIGS)
+@pytest.mark.parametrize("arch", [*CONFIGS, "gpt_oss"])
 @pytest.mark.parametrize(("device", "attention"), [*CASES, *GPU_CASES])
 def test_mixed_chunked_and_preempted_sequences_match_transformers(
     arch: str, device: str, attention: str, tmp_path: Path
@@ -105,11 +106,11 @@ def test_greedy_tokens_in_bfloat16_are_the_best_of_transformers(device: str, tmp
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])])
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt_oss"])
 def test_bfloat16_is_close_to_transformers(arch: str, device: str, tmp_path: Path) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here")
-    make_model(arch, tmp_path)
+    make_model(arch, tmp_path, **(ALL_EXPERTS if arch == "gpt_oss" else {}))
     worker = start_worker(tmp_path, device=device, dtype="bfloat16")
     is_fused = device == "cuda" or find_kernels() is not None
     assert (worker._model.decoder is not None) == is_fused

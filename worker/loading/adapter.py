@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from millrace.worker.errors import ModelError
-from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTensor, find_stored
+from millrace.worker.loading.tensor_files import (
+    DerivedTensor,
+    Source,
+    StoredTensor,
+    find_stored,
+    name_in_language_model,
+)
 
 logger = logging.getLogger("millrace.worker")
 
@@ -55,7 +61,7 @@ def with_adapter(weights: dict[str, Source], directory: Path) -> dict[str, Sourc
     merged = dict(weights)
     layers: dict[str, dict[str, StoredTensor]] = {}
     for stored_name, tensor in find_stored(directory / WEIGHTS_FILE).items():
-        name = _PREFIX.sub("", stored_name)
+        name = name_in_language_model(_PREFIX.sub("", stored_name))
         if found := _PART.fullmatch(name):
             layers.setdefault(found["layer"], {})[found["part"]] = tensor
         else:

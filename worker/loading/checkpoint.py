@@ -10,7 +10,13 @@ import torch
 from millrace.worker.errors import ModelError
 from millrace.worker.loading.adapter import ADAPTER_FILE, with_adapter
 from millrace.worker.loading.quantized import find_quantized, quantization_settings
-from millrace.worker.loading.tensor_files import MAPPED_DTYPES, Source, StoredTensor, find_stored
+from millrace.worker.loading.tensor_files import (
+    MAPPED_DTYPES,
+    Source,
+    StoredTensor,
+    find_stored,
+    name_in_language_model,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,9 +36,18 @@ def find_weights(directory: Path, declared: torch.dtype | None = None, model: Pa
         of_matrices = next((dtype for dtype in matrices if dtype in MAPPED_DTYPES), "F32")
         dtype = next((name for name, each in MAPPED_DTYPES.items() if each == declared), of_matrices)
         weights = find_quantized(stored, settings, dtype)
+    weights = _of_language_model(weights)
     for tensor in weights.values():
         _check_dtype(tensor)
     return weights
+
+
+def _of_language_model(weights: dict[str, Source]) -> dict[str, Source]:
+    """Return the tensors of the language model, by its own names, where a checkpoint has an encoder too."""
+    names = {name: name_in_language_model(name) for name in weights}
+    if all(name == own for name, own in names.items()):
+        return weights
+    return {own: weights[name] for name, own in names.items() if own != name or name.startswith("lm_head.")}
 
 
 def _check_dtype(tensor: Source) -> None:

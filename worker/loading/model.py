@@ -35,6 +35,8 @@ _OTHER_TASKS = (
     "ForMaskedLM",
 )
 """Ends of the names of architectures that generate no text, also of model types that have one that does."""
+_NOT_CAUSAL = frozenset({"paligemma"})
+"""Models of which the tokens of a prompt attend to later ones too."""
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -50,6 +52,7 @@ def read_config(directory: Path) -> PretrainedConfig:
                 "the weights are quantized (%s): they are converted while they are loaded", settings["quant_method"]
             )
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = _language_model(config)
         for name in QUANTIZATION_KEYS & vars(config).keys():  # transformers would need the quantizer's own package
             delattr(config, name)
         _check_architecture(config)
@@ -166,12 +169,23 @@ def _check_yarn(raw: dict[str, Any], config: PretrainedConfig) -> None:
         logger.warning("YaRN extends the %d positions of config.json to %d: %s", original, num_positions, rule)
 
 
+def _language_model(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the language model in one that takes images or audio too, else `config`."""
+    text, name = config.get_text_config(), config.model_type
+    if text is config or config.is_encoder_decoder:
+        return config
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or name in _NOT_CAUSAL:
+        raise ModelError(f"{name} takes more than text, and its language model cannot be used alone: use another model")
+    logger.info("%s takes more than text: its language model, %s, is served alone", name, text.model_type)
+    text.name_or_path, text.dtype = config.name_or_path, text.dtype or config.dtype
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    return text
+
+
 def _check_architecture(config: PretrainedConfig) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder: use a decoder-only language model")
-    if config.get_text_config() is not config:
-        raise ModelError(f"{name} takes more than text: use a text-only checkpoint of it")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{name} is not a causal language model: use a model that generates text")
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import mmap
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,12 @@ from millrace.worker.errors import ModelError
 
 MAPPED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By their names in safetensors."""
+_LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|text_model)\.")
+
+
+def name_in_language_model(name: str) -> str:
+    """Return the name that a tensor, or a layer, of a model that takes images or audio too has in its language model."""
+    return _LANGUAGE_MODEL.sub(r"\1", name, count=1)
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,41 @@ def test_text_parts_are_joined_by_lines() -> None:
     assert "<|im_start|>user\none\ntwo<|im_end|>" in text
 
 
+PARTS_ONLY = (  # as of LLaVA, and of SmolVLM
+    "{% for m in messages %}{{ bos_token + m.role }}: {% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ part.text }}\n{% endfor %}{% endfor %}",
+    "{% for m in messages %}{{ bos_token + m.role }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}"
+    "{{ '\n' }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("source", PARTS_ONLY)
+def test_a_template_that_leaves_out_strings_gets_text_parts(source: str) -> None:
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>"})
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    chat: list[dict[str, Any]] = [USER, {"role": "assistant", "content": parts}]
+    assert render(template, Chat(messages=chat)) == f"<s>user: {USER['content']}\n<s>assistant: one\ntwo\n"
+    continued = render(template, Chat(messages=chat, add_generation_prompt=False, continue_final_message=True))
+    assert continued == f"<s>user: {USER['content']}\n<s>assistant: one\ntwo"
+
+
+def test_a_template_that_takes_both_gets_strings() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text ~ ' in parts' }}{% endfor %}"
+    )
+    assert render(ChatTemplate({"default": source}), Chat(messages=[USER])) == USER["content"]
+
+
+def test_the_template_of_a_processor_is_found(tmp_path: Path) -> None:
+    model = model_with_template(tmp_path / "model", "")
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    assert render(Tokenizer(model).chat_template, Chat(messages=[USER])) == "of the processor"
+    (model / "chat_template.json").write_text('["damaged"]')
+    assert Tokenizer(model).chat_template == ChatTemplate({}, Tokenizer(model).chat_template.variables)
+
+
 def test_chats_with_tools_have_a_template_of_their_own_where_the_model_has_one(tmp_path: Path) -> None:
     model = model_with_template(tmp_path / "model", "plain")
     (model / "additional_chat_templates").mkdir()
