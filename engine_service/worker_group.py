@@ -82,7 +82,11 @@ class WorkerGroup:
         """Start the workers and make the scheduler, which stays the same in all epochs."""
         self._bring_up(self._executor.start)
         self._check_weights()
-        self.scheduler = Scheduler(self._config, self._make_pool(), self._executor.epoch)
+        config = self._config
+        if self._executor.facts.is_recurrent and config.enable_prefix_caching:
+            logger.info("prefix caching is off, since the model has recurrent layers: their states are not kept")
+            config = msgspec.structs.replace(config, enable_prefix_caching=False)
+        self.scheduler = Scheduler(config, self._make_pool(), self._executor.epoch)
 
     def restart(self, error: ExecutorError) -> list[FailedSequence]:
         """Replace the workers after this error. Raises `EngineDead` when that fails or does not help."""

@@ -53,6 +53,9 @@ def num_host_blocks(config: WorkerConfig, facts: ModelFacts, device_type: str) -
     if device_type == "cpu" and not config.force_swap:
         logger.warning("swap_space_gib is ignored: on a CPU the KV pool is in host memory already")
         return 0
+    if facts.is_recurrent:
+        logger.warning("swap_space_gib is ignored: the model has recurrent layers, whose states are not kept")
+        return 0
     num_blocks, host_bytes = config.swap_space_bytes // facts.kv_bytes_per_block, total_host_bytes()
     swap_space = f"swap_space_gib is {config.swap_space_bytes / 2**30:.9g} = {config.swap_space_bytes:,} bytes"
     if num_blocks == 0:

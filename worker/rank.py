@@ -213,6 +213,8 @@ class Rank:
             self.runner.finish()
         self._wait_for_device()
         self.runner = self._pool = None
+        if self._model.states is not None:
+            self._model.states.release()
 
     def _wait_for_device(self) -> None:
         """Wait for copies of the host tier, whose memory is unpinned with the pool."""

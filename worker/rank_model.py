@@ -32,6 +32,7 @@ from millrace.worker.loading.load import load_model
 from millrace.worker.loading.weights import own_weights
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
+from millrace.worker.recurrent import RecurrentStates
 
 logger = logging.getLogger("millrace.worker")
 
@@ -41,6 +42,8 @@ class RankModel:
 
     decoder: DecoderWeights | None = None
     """The weights for a forward pass of our own; None if the model's own is used."""
+    states: RecurrentStates | None = None
+    """Of its recurrent layers; without space until a runner needs it. None, like the module, if the weights are dropped."""
     facts: ModelFacts
     """Set by `load` and kept when the weights are dropped; so are the next fields."""
     _specs: list[LayerSpec]
@@ -149,7 +152,7 @@ class RankModel:
         self.location = "device"
 
     def drop(self) -> None:
-        self._module, self.decoder, self.location = None, None, "disk"
+        self._module, self.decoder, self.states, self.location = None, None, None, "disk"
 
     def make_pool(self, num_blocks: int, num_host_blocks: int) -> KVPool:
         layout = self.facts.kv_layout
@@ -163,6 +166,7 @@ class RankModel:
         loaded = load_model(self._config, self._topology, self._peers, self._device, self.attention)
         self._module, self._specs, self.facts = loaded.model, loaded.specs, loaded.facts
         self._dtype, self._kv_cache_dtype, self.attention = loaded.dtype, loaded.kv_cache_dtype, loaded.attention
+        self.states = loaded.states
 
     def _fuse(self, operations: Operations) -> None:
         is_rejected = False

@@ -146,6 +146,10 @@ class Runner:
             samples=samples,
             grammars=model.grammars,
         )
+        self._states = model.states or None
+        if self._states is not None:
+            self._states.allocate(max_num_seqs)
+            logger.info("states of recurrent layers: %.1f MiB", self._states.num_bytes() / 2**20)
         self._graphs = self._make_graphs(model, max_num_seqs)
         self._received: Tensor | None = None
         """The hidden states [T, H] from the stage before this one, if there is one."""
@@ -318,6 +322,9 @@ class Runner:
         return record_event(self._device, enable_timing=True)
 
     def _forward_arguments(self, batch: StepBatch) -> dict[str, Any]:
+        if self._states is not None:
+            assert batch.on_host is not None
+            self._states.begin(batch.on_host, self._sequences.num_slots)
         return {
             **self._inputs(batch),
             "position_ids": batch.positions,

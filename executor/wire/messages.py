@@ -107,6 +107,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = ""
     scores_prompts: bool = True
     """Whether the rank can compute log-probabilities of prompt tokens."""
+    is_recurrent: bool = False
+    """Whether layers keep states, so that a sequence can only begin at its first token: no prefix is shared, and no block is
+    moved to the host tier."""
     rope: str = ""
     """The set of rotary frequencies, "long" or "short", that max_model_len chooses of a model with longrope; one for each
     layer type that has it, with a space between. Empty: there is no choice."""
@@ -170,7 +173,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 

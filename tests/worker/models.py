@@ -72,6 +72,29 @@ GPT_OSS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Attention sinks, and experts that only transformers' modules compute. There is no tensor parallel plan for it."""
+_MIXED_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+_DELTA_NET = {
+    "layer_types": _MIXED_LAYERS,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False},
+    "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 16, "tie_word_embeddings": True, **_DELTA_NET},
+    "granite": {
+        "model_type": "granitemoehybrid",
+        "layer_types": _MIXED_LAYERS,
+        "shared_intermediate_size": 128,
+        "tie_word_embeddings": False,
+        **_MAMBA,
+    },
+    "falcon_h1": {"model_type": "falcon_h1", "head_dim": 16, "mamba_d_ssm": 128, **_MAMBA},
+}
+"""Families with recurrent layers: short convolutions, gated delta nets, and state space models beside attention, or in the
+same layers."""
 ALL_EXPERTS = {"num_experts_per_tok": GPT_OSS["num_local_experts"]}
 """For gpt-oss in bfloat16: numbers that are rounded otherwise never choose other experts."""
 SINKS_STD = 2.0
@@ -84,7 +107,7 @@ def make_model(arch: str, path: Path, seed: int = 0, **overrides: Any) -> None:
 
 def build_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A float32 model in memory, ready to run."""
-    settings = _SIZES | (CONFIGS | {"gpt_oss": GPT_OSS})[arch] | overrides
+    settings = _SIZES | (CONFIGS | {"gpt_oss": GPT_OSS} | RECURRENT)[arch] | overrides
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.kernels.library import find_kernels
 from tests.worker.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, Request, execute, pool_bytes, start_worker
-from tests.worker.models import ALL_EXPERTS, CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
+from tests.worker.models import ALL_EXPERTS, CONFIGS, DYNAMIC_ROPE, LONG_ROPE, RECURRENT, VOCAB_SIZE, make_model
 
 NEAR_TIE = 1e-3
 BFLOAT16_TIE = 0.1
@@ -70,7 +70,7 @@ def check_close_to_transformers(path: Path, requests: list[Request], dtype: torc
             assert (one.argmax(-1, keepdim=True) == other.topk(5).indices).any(-1).all()
 
 
-@pytest.mark.parametrize("arch", [*CONFIGS, "gpt_oss"])
+@pytest.mark.parametrize("arch", [*CONFIGS, "gpt_oss", *RECURRENT])
 @pytest.mark.parametrize(("device", "attention"), [*CASES, *GPU_CASES])
 def test_mixed_chunked_and_preempted_sequences_match_transformers(
     arch: str, device: str, attention: str, tmp_path: Path

@@ -14,7 +14,7 @@ from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.select import attention_for
-from millrace.worker.errors import WeightsDiffer
+from millrace.worker.errors import ModelError, WeightsDiffer
 from millrace.worker.kv_pool import LayerSpec, share_tensors
 from millrace.worker.layer_groups import group_layers
 from millrace.worker.loading.checkpoint import find_weights
@@ -36,6 +36,7 @@ from millrace.worker.loading.tensor_files import Source
 from millrace.worker.loading.weights import load_converted, load_weights, take_weights
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
+from millrace.worker.recurrent import RecurrentStates, recurrent_modules
 
 logger = logging.getLogger("millrace.worker")
 
@@ -51,6 +52,7 @@ class LoadedModel:
     """Dtype of the activations. Weights may be bfloat16 although this is float32."""
     kv_cache_dtype: torch.dtype
     attention: Attention
+    states: RecurrentStates
 
 
 def load_model(
@@ -67,6 +69,11 @@ def load_model(
     dtype = choose_dtype(config.dtype, checkpoint_dtype(model_config, weights), device)
     with timed(logger, "build modules"):
         model = build_empty(model_config, dtype)
+        if topology.world_size > 1 and recurrent_modules(model):
+            sizes = "tensor_parallel_size and pipeline_parallel_size"
+            raise ModelError(
+                f"{type(model).__name__} has recurrent layers, which run on one rank only: set {sizes} to 1"
+            )
         if topology.world_size == 1 and can_keep_bfloat16(dtype, weights, device):
             logger.info("computing in float32, the weights of linear layers stay bfloat16 as they are stored")
             keep_bfloat16(model)
@@ -80,6 +87,7 @@ def load_model(
             logger.info("transformers converts the checkpoint, because %s", difference)
             model = _load_converted(model, part, weights, topology, device, dtype)
     rope = fix_frequencies(model, max_model_len)
+    states = RecurrentStates(model)
     with timed(logger, "probe"):
         specs = _probe(model, part, peers)
     check_windows(model_config, specs, max_model_len)
@@ -106,8 +114,9 @@ def load_model(
         kv_layout=kv_layout,
         scores_prompts=runs_head_alone(model),
         rope=rope,
+        is_recurrent=bool(states),
     )
-    return LoadedModel(model, specs, facts, dtype, kv_cache_dtype, attention)
+    return LoadedModel(model, specs, facts, dtype, kv_cache_dtype, attention, states)
 
 
 def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list[LayerSpec]:

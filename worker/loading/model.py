@@ -22,6 +22,7 @@ from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.loading.adapter import ADAPTER_FILE
 from millrace.worker.loading.quantized import QUANTIZATION_KEYS, quantization_settings
+from millrace.worker.recurrent import recurrent_modules
 
 logger = logging.getLogger("millrace.worker")
 
@@ -37,7 +38,18 @@ _OTHER_TASKS = (
 """Ends of the names of architectures that generate no text, also of model types that have one that does."""
 _NOT_CAUSAL = frozenset({"paligemma"})
 """Models of which the tokens of a prompt attend to later ones too."""
-SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LAYERS_WITHOUT_CACHE = frozenset({"mlp", "moe"})
+SERVED_LAYER_TYPES = frozenset(
+    {
+        "full_attention",
+        "sliding_attention",
+        "linear_attention",
+        "conv",
+        "hybrid",
+        "hybrid_sliding",
+        *LAYERS_WITHOUT_CACHE,
+    }
+)
 
 
 def read_config(directory: Path) -> PretrainedConfig:
@@ -200,10 +212,7 @@ def _check_architecture(config: PretrainedConfig) -> None:
 
 def _check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
-    # Of a class that can keep state, `_check_architecture` has refused the layers that do, if each has its type.
-    if getattr(model, "_is_stateful", False) and not getattr(model.config, "layer_types", None):
-        raise unsupported(f"{name} keeps state besides keys and values")
-    if not model.is_backend_compatible():
+    if not model.is_backend_compatible() and not recurrent_modules(model):  # whose classes do not say it
         raise _without_interface(name)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise unsupported(f"{name}.forward has no parameter logits_to_keep")

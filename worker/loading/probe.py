@@ -24,9 +24,11 @@ from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.kv_pool import LayerSpec
 from millrace.worker.linear.modules import IS_READ
 from millrace.worker.loading.dtype import widened_linear
+from millrace.worker.loading.model import LAYERS_WITHOUT_CACHE
 from millrace.worker.loading.rope import static_frequencies
 from millrace.worker.logprobs import head_logits
 from millrace.worker.parallel.stages import find_stage_input
+from millrace.worker.recurrent import recurrent_modules
 
 logger = logging.getLogger("millrace.worker")
 
@@ -108,7 +110,11 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
         raise ModelError(f"{name} cannot be run with this config.json ({error}): copy the model again") from error
     expected = range(model.config.num_hidden_layers) if layers is None else layers
     specs = [probe.specs[index] for index in sorted(probe.specs)]
-    if [spec.layer_index for spec in specs] != list(expected):
+    others = {module.layer_idx for module in recurrent_modules(model)}
+    others |= {
+        i for i, kind in enumerate(getattr(model.config, "layer_types", None) or ()) if kind in LAYERS_WITHOUT_CACHE
+    }
+    if not specs or not set(probe.specs) <= set(expected) <= set(probe.specs) | others:
         count = f"{len(specs)} of the {len(expected)} layers"
         raise unsupported(f"{type(model).__name__} uses transformers' attention interface in {count} only")
     return specs

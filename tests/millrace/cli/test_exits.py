@@ -12,6 +12,8 @@ INTERRUPTED_IN_DEL = """
 import signal, sys, time
 from millrace.cli.exits import sigterm_interrupts
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts programs in the background without it
+
 class Dropped:
     def __del__(self):
         signal.raise_signal(int(sys.argv[1]))

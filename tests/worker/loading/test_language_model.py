@@ -127,8 +127,8 @@ def test_a_language_model_without_a_class_of_its_own_is_refused(tmp_path: Path) 
         load(tmp_path)
 
 
-def test_layers_with_states_are_refused(tmp_path: Path) -> None:
+def test_layers_of_other_kinds_are_refused(tmp_path: Path) -> None:
     make_whole("gemma3", tmp_path)
-    edit_config(tmp_path, text_config=GEMMA["text_config"] | {"layer_types": ["linear_attention", "full_attention"]})
-    with pytest.raises(ModelError, match="gemma3_text has layers of kind linear_attention"):
+    edit_config(tmp_path, text_config=GEMMA["text_config"] | {"layer_types": ["chunked_attention", "full_attention"]})
+    with pytest.raises(ModelError, match="gemma3_text has layers of kind chunked_attention"):
         load(tmp_path)

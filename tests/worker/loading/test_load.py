@@ -532,13 +532,7 @@ def test_a_name_that_may_be_of_a_generator_is_no_reason_to_refuse(names: list[st
             "LlamaForSequenceClassification is not a causal language",
         ),
         ({"model_type": "bloom"}, "does not use transformers' attention interface"),
-        ({"model_type": "mamba"}, "not supported"),
-        ({"model_type": "rwkv"}, "RwkvForCausalLM keeps state besides keys and values"),
-        ({"model_type": "granitemoehybrid"}, "granitemoehybrid has layers of kind linear_attention"),
-        (
-            {"model_type": "granitemoehybrid", "layers_block_type": ["attention", "mamba", "attention"]},
-            "granitemoehybrid has layers of kind linear_attention",
-        ),
+        ({"model_type": "rwkv"}, "RwkvForCausalLM does not use transformers' attention interface"),
     ],
 )
 def test_what_cannot_be_served_is_refused(llama: Path, changes: dict[str, Any], message: str) -> None:
