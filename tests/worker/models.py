@@ -82,7 +82,12 @@ _DELTA_NET = {
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 RECURRENT: dict[str, dict[str, Any]] = {
-    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False},
+    "lfm2": {
+        "model_type": "lfm2",
+        "conv_L_cache": 4,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "tie_word_embeddings": False,
+    },
     "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 16, "tie_word_embeddings": True, **_DELTA_NET},
     "granite": {
         "model_type": "granitemoehybrid",
@@ -91,10 +96,25 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         **_MAMBA,
     },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "moe", "attention"],
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "tie_word_embeddings": False,
+    },
     "falcon_h1": {"model_type": "falcon_h1", "head_dim": 16, "mamba_d_ssm": 128, **_MAMBA},
 }
-"""Families with recurrent layers: short convolutions, gated delta nets, and state space models beside attention, or in the
-same layers."""
+"""Families with recurrent layers: short convolutions, gated delta nets, and state space models beside attention, beside
+experts without either, or in the same layers."""
 ALL_EXPERTS = {"num_experts_per_tok": GPT_OSS["num_local_experts"]}
 """For gpt-oss in bfloat16: numbers that are rounded otherwise never choose other experts."""
 SINKS_STD = 2.0
@@ -109,7 +129,9 @@ def build_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A float32 model in memory, ready to run."""
     settings = _SIZES | (CONFIGS | {"gpt_oss": GPT_OSS} | RECURRENT)[arch] | overrides
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng():  # for what `randomize` leaves
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     return model.eval()
 

@@ -88,9 +88,22 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
             raise _without_interface(config.model_type) from error
         raise _damaged_config(f"build {config.model_type} from", str(config.name_or_path), error) from error
     _check_model(model)
+    _keep_float32(model, dtype)
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]  # else `initialize_weights` computes no buffers later
     return model.to("meta").eval()  # type: ignore[arg-type]
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give those tensors float32 that keep it in transformers, such as the biases that choose experts."""
+    kept = set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+    if dtype != torch.float32:
+        kept |= set(model._keep_in_fp32_modules_strict or ())
+    for name, module in model.named_modules() if kept else ():
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is not None and tensor.is_floating_point() and any(each in f"{name}.{leaf}" for each in kept):
+                    tensor.data = tensor.data.float()
 
 
 class WithoutDraws(TorchFunctionMode):

@@ -66,7 +66,7 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3_text", "nemotron_h"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_tensor_is_what_transformers_loads(arch: str, dtype: str, tmp_path: Path) -> None:
     make_model(arch, tmp_path)
