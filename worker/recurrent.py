@@ -55,7 +55,7 @@ class _Rows:
 
     tokens: Tensor  # [N * L], their tokens in the flattened batch
     slots: Tensor  # [N]
-    is_new: Tensor  # [N], whether the row begins a sequence
+    is_new: Tensor | None  # [N], whether the row begins a sequence; None: no row does
     length: int
     """L, the tokens of each row."""
 
@@ -102,8 +102,9 @@ class RecurrentStates:
         starts = torch.tensor([batch.query_starts[row] for row in rows], dtype=torch.int64, device="cpu")
         tokens = (starts.unsqueeze(1) + torch.arange(length, device="cpu")).flatten()
         is_new = torch.tensor([batch.kv_lens[row] == length for row in rows], dtype=torch.bool, device="cpu")
+        some_are_new = bool(is_new.any())
         tokens, slots, is_new = to_device(self._device, [tokens, batch.tensors["token_slots"][starts], is_new])
-        return _Rows(tokens, slots, is_new, length)
+        return _Rows(tokens, slots, is_new if some_are_new else None, length)
 
 
 class _Layer:
@@ -162,7 +163,8 @@ class _Layer:
             states = {}
             for key, all_states in self.states.items():
                 states[key] = all_states[rows.slots]
-                states[key][rows.is_new] = 0
+                if rows.is_new is not None:
+                    states[key].masked_fill_(rows.is_new.view(-1, *[1] * (all_states.dim() - 1)), 0)
             computed, cache = self._compute(inputs, states)
             output[0, rows.tokens] = computed.flatten(0, 1)
             for key, new in self._states_of(cache).items():
