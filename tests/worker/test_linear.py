@@ -212,7 +212,6 @@ def test_a_model_generates_the_same_and_releases_its_weights_asleep(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_another_module_reads_stay_as_they_are(dtype: str, tmp_path: Path) -> None:
     """Also if they are stored in bfloat16, and widened until they are packed."""
-    torch.manual_seed(0)  # experts keep their first weights
     build_model("llama", **LONGCAT).to(getattr(torch, dtype)).save_pretrained(tmp_path)
     worker = start_worker(tmp_path, dtype="float32")
     layers = [module for module in worker._model.module.modules() if type(module) is nn.Linear]

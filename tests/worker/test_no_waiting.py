@@ -85,7 +85,8 @@ def make_runner(device: torch.device) -> Runner:
     facts = SimpleNamespace(max_model_len=BLOCKS_PER_SEQUENCE * BLOCK_SIZE)
     module = SimpleNamespace(device=device)
     pool = KVPool([LayerSpec(0, 1, 2, 2, None)], 4, BLOCK_SIZE, torch.float32, device)
-    model: Any = SimpleNamespace(module=module, attention=None, decoder=None, facts=facts, grammars=grammars)
+    parts = {"module": module, "attention": None, "decoder": None, "states": None, "facts": facts, "grammars": grammars}
+    model: Any = SimpleNamespace(**parts)
     with torch.inference_mode():
         runner = Runner(model, pool, 2)
         runner.decoder = TableDecoder(device)  # type: ignore[assignment]
