@@ -29,12 +29,13 @@ logger = logging.getLogger("millrace.worker")
 _CACHE_PARAMETERS = ("cache_params", "past_key_values")
 _STATES = ("conv_states", "recurrent_states")
 _CHECKED_PARTS = (5, 1, 1, 6)
+"""Tokens of a sequence that is computed in parts, for the check."""
 _LARGEST_DIFFERENCE = {torch.float32: 1e-3}
 """Between a sequence in parts and at once, as a share of the result. Other number formats: 0.05."""
 
 
 def recurrent_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that keep states in transformers' cache. All kinds begin with a convolution."""
+    """Return the modules of a model that keep states in transformers' cache. Unlike attention, they have a convolution."""
     return [
         module
         for module in model.modules()

@@ -61,9 +61,8 @@ def render(template: ChatTemplate, chat: Chat) -> str:
     messages = [_plain(message) for message in chat.messages]
     if chat.continue_final_message:
         messages[-1]["content"] += _END_OF_MESSAGE
-    if _reads_parts_only(
-        source, frozenset((*each,) for each in template.variables.items() if isinstance(each[1], str))
-    ):
+    texts = frozenset(each for each in template.variables.items() if isinstance(each[1], str))
+    if _reads_parts_only(source, texts):
         messages = [{**message, "content": _as_parts(message["content"])} for message in messages]
     variables = {
         **template.variables,
@@ -73,14 +72,19 @@ def render(template: ChatTemplate, chat: Chat) -> str:
         "tools": chat.tools,
         "add_generation_prompt": chat.add_generation_prompt,
     }
+    text = _text_of(compiled, variables)
+    return _cut_behind_last_message(text) if chat.continue_final_message else text
+
+
+def _text_of(compiled: jinja2.Template, variables: dict[str, Any]) -> str:
+    """Return what a template makes of these variables. Raises `TextError` if that has no end."""
     pieces, num_chars = [], 0
     for piece in compiled.generate(variables):
         pieces.append(piece)
         num_chars += len(piece)
         if num_chars > MAX_TEXT_CHARS:
             raise TextError(f"the text has more than {MAX_TEXT_CHARS:,} characters")
-    text = "".join(pieces)
-    return _cut_behind_last_message(text) if chat.continue_final_message else text
+    return "".join(pieces)
 
 
 def template_source(given: Any) -> str:
@@ -129,15 +133,17 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 @lru_cache(maxsize=8)
-def _reads_parts_only(source: str, variables: frozenset[tuple[str, str]]) -> bool:
+def _reads_parts_only(source: str, variables: frozenset[tuple[str, Any]]) -> bool:
     """Whether a template leaves out a content that is a string, and prints one that is a list of parts: some templates of
-    models that take images do."""
+    models that take images do. `variables`: the special tokens."""
     compiled = compile_template(source)
 
     def prints(content: Any) -> bool:
         messages = [{"role": "user", "content": content}]
         with contextlib.suppress(Exception):  # a template may raise anything
-            return _PROBE in compiled.render({**dict(variables), "messages": messages, "add_generation_prompt": False})
+            return _PROBE in _text_of(
+                compiled, {**dict(variables), "messages": messages, "add_generation_prompt": False}
+            )
         return False
 
     return not prints(_PROBE) and prints(_as_parts(_PROBE))

@@ -39,6 +39,7 @@ _OTHER_TASKS = (
 _NOT_CAUSAL = frozenset({"paligemma"})
 """Models of which the tokens of a prompt attend to later ones too."""
 LAYERS_WITHOUT_CACHE = frozenset({"mlp", "moe"})
+"""Kinds of layers that know nothing of earlier tokens. In other models these are parts of the layers with attention."""
 SERVED_LAYER_TYPES = frozenset(
     {
         "full_attention",
