@@ -32,7 +32,7 @@ from millrace.worker.loading.load import load_model
 from millrace.worker.loading.weights import own_weights
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.recurrent import RecurrentStates
+from millrace.worker.recurrent.states import RecurrentStates
 
 logger = logging.getLogger("millrace.worker")
 
@@ -172,7 +172,10 @@ class RankModel:
         is_rejected = False
         try:
             with timed(logger, "fuse and pack"), self._peers.dry_run() if self._peers else contextlib.nullcontext():
-                self.decoder = fuse(self.module, self._specs, self.facts.max_model_len, self.attention, operations)
+                assert self.states is not None
+                self.decoder = fuse(
+                    self.module, self._specs, self.facts.max_model_len, self.attention, operations, self.states
+                )
         except FusionRejected as rejected:
             logger.info(
                 "%s: it computes something else, so it runs through transformers' modules, which is slower", rejected

@@ -257,6 +257,8 @@ class Runner:
             token_ids = self._graphs.draw(on_host, self._received)
             if token_ids is not None:
                 return StepOutput(token_ids), on_host.sampled, None
+        if self._states is not None:
+            self._states.begin(on_host, self._sequences.num_slots)
         batch = self._sequences.send(on_host)
         output = self._sample(plan, batch)
         return (output, batch.sampled, batch.prompts) if output is not None else (None, None, None)
@@ -322,9 +324,6 @@ class Runner:
         return record_event(self._device, enable_timing=True)
 
     def _forward_arguments(self, batch: StepBatch) -> dict[str, Any]:
-        if self._states is not None:
-            assert batch.on_host is not None
-            self._states.begin(batch.on_host, self._sequences.num_slots)
         return {
             **self._inputs(batch),
             "position_ids": batch.positions,

@@ -89,6 +89,17 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 16, "tie_word_embeddings": True, **_DELTA_NET},
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "tie_word_embeddings": True,
+        **_DELTA_NET,
+    },
+    "olmo_hybrid": {"model_type": "olmo_hybrid", "tie_word_embeddings": False, **_DELTA_NET},
     "granite": {
         "model_type": "granitemoehybrid",
         "layer_types": _MIXED_LAYERS,

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from millrace import LLM, SamplingParams
 from millrace.engine_service.errors import ConfigurationError
 from millrace.worker.errors import ModelError
+from millrace.worker.recurrent import states
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model, randomize
+from tests.worker.test_parity import check_against_transformers
 
 PROMPT = [token * 7 % VOCAB_SIZE for token in range(40)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -74,6 +77,47 @@ def test_a_worker_with_more_sequences_than_planned_keeps_their_states(path: Path
     few = Driver(start_worker(path, max_num_seqs=1), seed=1).run([PROMPT, PROMPT[:9], PROMPT[:1]], 8)
     many = Driver(start_worker(path, max_num_seqs=8), seed=1).run([PROMPT, PROMPT[:9], PROMPT[:1]], 8)
     assert [each.output for each in few] == [each.output for each in many]
+
+
+@pytest.mark.parametrize(
+    ("arch", "fused"),
+    [("qwen3_5", True), ("qwen3_next", True), ("olmo_hybrid", False), ("granite", False), ("lfm2", False)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_have_the_logits_of_the_modules(
+    arch: str, fused: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(arch, tmp_path, **({"num_experts_per_tok": 4} if arch == "qwen3_next" else {}))  # all: see ALL_EXPERTS
+    found: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    for results, compiles in ((found, True), (expected, False)):
+        with monkeypatch.context() as patch:
+            if not compiles:
+                patch.setattr(states, "find_kernels", lambda: None)
+            worker = start_worker(tmp_path, dtype=dtype, max_num_seqs=4)
+        assert worker._model.states is not None
+        assert (len(worker._model.states.compiled) > 0) == compiles
+        assert (worker._model.decoder is not None) == (fused and compiles)
+        requests = Driver(worker, seed=1).run([PROMPT, PROMPT[:9], PROMPT[:1]], 8)
+        results += [torch.stack(each.logits) for each in requests]
+    for ours, theirs in zip(found, expected, strict=True):
+        difference = (ours.log_softmax(-1) - theirs.log_softmax(-1))[0].abs().mean()  # later tokens may differ
+        assert difference <= (1e-4 if dtype == "float32" else 0.05)
+
+
+def test_a_module_that_computes_something_else_runs_as_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Qwen3_5GatedDeltaNet, "allow_neg_eigval", True, raising=False)  # an option of another family
+    with caplog.at_level("INFO"):
+        worker = start_worker(path, max_num_seqs=4)
+    assert worker._model.states is not None and not worker._model.states.compiled
+    assert (
+        "Qwen3_5GatedDeltaNet runs through transformers' module, which is slower: the kernels' results differ"
+        in caplog.text
+    )
+    requests = Driver(worker, seed=1).run([PROMPT, PROMPT[:9]], 8)
+    check_against_transformers(path, requests)
 
 
 def test_a_dropped_model_leaves_the_memory(path: Path) -> None:

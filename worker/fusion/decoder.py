@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from millrace.worker.fusion.mlp import MLP, make_mlp
 from millrace.worker.fusion.operations import NormOperation, Operations
 from millrace.worker.fusion.projection import Projection
-from millrace.worker.fusion.structure import DecoderParts, LayerParts, MLPParts, own_part
+from millrace.worker.fusion.structure import AttentionParts, DecoderParts, LayerParts, MLPParts, own_part
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear, RowMasks
@@ -53,6 +53,8 @@ class LayerWeights:
 
     def __init__(self, parts: LayerParts, operations: Operations) -> None:
         self.attention = parts.attention
+        gate = parts.attention.divide_gates() if isinstance(parts.attention, AttentionParts) else None
+        self.gate = Projection(operations, [gate], parts.input_norm) if gate is not None else None
         self.projections = Projection(operations, parts.attention.projections, parts.input_norm)
         self.output = operations.linear([parts.attention.output])
         self.attention_norm = operations.norm(parts.attention_norm) if parts.attention_norm else None
@@ -70,6 +72,8 @@ class FusedDecoder:
         self._operations = operations = weights.operations
         self._attention = [
             operations.attention(layer.attention, pool.layers[layer.attention.spec.layer_index])
+            if isinstance(layer.attention, AttentionParts)
+            else operations.recurrence(layer.attention)
             for layer in weights.layers
         ]
         self._workspace = operations.workspace
@@ -113,6 +117,10 @@ class FusedDecoder:
             projected = workspace.rows("projected", num_tokens, layer.projections.num_outputs)
             layer.projections.into(hidden, projected)
             attended = attention.run(projected, rows)
+            if layer.gate is not None:
+                gates = workspace.rows("gates", num_tokens, layer.gate.num_outputs)
+                layer.gate.into(hidden, gates)
+                attended *= gates.sigmoid_()
             if layer is last_layer and (num_sampled < num_tokens or batch.is_permuted):
                 # Nobody reads the other rows.
                 if num_sampled == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from millrace.worker.fusion.operations import (
     RunFewRows,
     not_batch_invariant,
 )
-from millrace.worker.fusion.structure import AttentionParts, Norm
+from millrace.worker.fusion.structure import AttentionParts, Norm, RecurrentParts
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels import rows_torch
@@ -115,6 +116,9 @@ class DeviceOperations:
         norms = parts.head_norms
         kept = (self._keep(norms[0].weights), self._keep(norms[1].weights)) if norms else None
         return DeviceAttention(parts, layer, self._attention, self.workspace, tables, kept)
+
+    def recurrence(self, parts: RecurrentParts) -> NoReturn:
+        raise AssertionError("recurrent layers are compiled on a CPU only")
 
     def prepare_module(self, module: nn.Module) -> None:
         if self._batch_invariant:

@@ -24,6 +24,7 @@ from millrace.worker.fusion.structure import NotRecognised, read_structure
 from millrace.worker.input_batch import InputBatch, StepBatch
 from millrace.worker.kv_pool import KVPool, LayerSpec, num_blocks_for
 from millrace.worker.parallel.stages import StageInput, find_stage_input
+from millrace.worker.recurrent.states import RecurrentStates
 
 logger = logging.getLogger("millrace.worker")
 
@@ -48,6 +49,7 @@ def fuse(
     max_model_len: int,
     attention: Attention,
     operations: Operations,
+    states: RecurrentStates,
 ) -> DecoderWeights | None:
     """Return the weights for a forward pass of our own, or None if the model's structure is not known.
 
@@ -57,7 +59,7 @@ def fuse(
     name = type(model).__name__
     dtype, device = operations.workspace.dtype, model.device
     try:
-        parts = read_structure(model, specs, max_model_len)
+        parts = read_structure(model, specs, max_model_len, states.compiled)
     except NotRecognised as reason:
         logger.info("%s runs through transformers' modules, which is slower: %s", name, reason)
         return None
@@ -65,13 +67,16 @@ def fuse(
     theirs, ours = _pools(specs, dtype, device)
     stage_input = find_stage_input(model)
     received = None if stage_input is None else _hidden_states(model, batch, dtype)
+    _begin_anew(states, batch)
     expected = _results(model, ForwardStep(attention, theirs.layers, batch), batch, stage_input, received)
     weights = DecoderWeights(parts, operations)
     decoder = FusedDecoder(weights, ours)
-    differences = [
-        _differences(decoder, each, None if received is None else received[-each.input_ids.shape[1] :], expected)
-        for each in (batch, few)  # few rows may have kernels of their own
-    ]
+    differences = []
+    for each in (batch, few):  # few rows may have kernels of their own
+        _begin_anew(states, each)
+        hidden = None if received is None else received[-each.input_ids.shape[1] :]
+        differences.append(_differences(decoder, each, hidden, expected))
+    states.release()
     difference = float(torch.cat(differences).max() / expected.std())
     if not difference <= LARGEST_DIFFERENCE[dtype]:  # NaN is not
         what = "logits" if parts.head is not None else "hidden states"
@@ -86,6 +91,14 @@ def fuse(
         *(name, difference, time.perf_counter() - began_s),
     )
     return weights
+
+
+def _begin_anew(states: RecurrentStates, batch: StepBatch) -> None:
+    """Begin a step whose sequences have no states yet."""
+    states.release()
+    if states:
+        assert batch.on_host is not None
+        states.begin(batch.on_host, int(batch.on_host.tensors["token_slots"].max()) + 1)
 
 
 def _differences(decoder: FusedDecoder, batch: StepBatch, received: Tensor | None, expected: Tensor) -> Tensor:  # [T]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from millrace.executor.heap import release_freed_memory
 from millrace.worker.attention.compiled import LayerAttention, StepRows, step_rows
 from millrace.worker.errors import ConfigError
-from millrace.worker.fusion.structure import AttentionParts, Norm
+from millrace.worker.fusion.structure import AttentionParts, Norm, RecurrentParts
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels
@@ -70,6 +70,9 @@ class Operations(Protocol):
     def activation(self, name: str, size: int) -> ActivationOperation: ...
 
     def attention(self, parts: AttentionParts, layer: LayerCache) -> AttentionOperation: ...
+
+    def recurrence(self, parts: RecurrentParts) -> AttentionOperation:
+        """Return what a recurrent layer does between its projections."""
 
     def prepare_module(self, module: nn.Module) -> None:
         """Prepare a module that runs as it is. Raises `ConfigError` where the operations are batch-invariant."""
@@ -141,6 +144,9 @@ class CompiledOperations:
     def attention(self, parts: AttentionParts, layer: LayerCache) -> CompiledLayerAttention:
         return CompiledLayerAttention(parts, layer, self._kernels, self.workspace, rounds=not self._batch_invariant)
 
+    def recurrence(self, parts: RecurrentParts) -> CompiledRecurrence:
+        return CompiledRecurrence(parts, self.workspace)
+
     def prepare_module(self, module: nn.Module) -> None:
         if self._batch_invariant:
             raise not_batch_invariant(type(module).__name__)
@@ -184,3 +190,14 @@ class CompiledLayerAttention:
         attended = self._workspace.rows("attended", projected.shape[0], self._width)
         self._attention.run(projected, attended, rows)
         return attended
+
+
+class CompiledRecurrence:
+    """What a recurrent layer does between its projections. Its rows are those of the last `RecurrentStates.begin`."""
+
+    def __init__(self, parts: RecurrentParts, workspace: Workspace) -> None:
+        self._layer, self._workspace = parts.layer, workspace
+
+    def run(self, projected: Tensor, rows: StepRows) -> Tensor:
+        mixed = self._workspace.rows("attended", projected.shape[0], self._layer.output_width)
+        return self._layer.mix(projected, mixed)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -23,15 +24,14 @@ from transformers.activations import ACT2FN
 from millrace.worker.kv_pool import LayerSpec
 from millrace.worker.parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from millrace.worker.parallel.stages import PPMissingLayer
+from millrace.worker.recurrent.compiled import CompiledLayer
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Our name of an activation by its name in transformers."""
 
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-_LAYER_CHILDREN = {
-    *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-}
+_OUTPUT_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+_LAYER_CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", *_OUTPUT_NORMS}
 
 
 class NotRecognised(Exception):
@@ -69,12 +69,35 @@ class AttentionParts:
     softcap: float | None
     sinks: nn.Parameter | None
     """One more score of each query head. None: the layer has none."""
+    has_gates: bool
+    """Whether the projection of the queries has, behind each head's query, gates of its results."""
     spec: LayerSpec
 
     @property
     def output_width(self) -> int:
         """Entries of all heads' results."""
         return self.num_heads * self.spec.value_dim
+
+    def divide_gates(self) -> nn.Linear | None:
+        """Leave the queries alone in their projection, and return that of the gates, which it owns. None: there are none."""
+        if not self.has_gates:
+            return None
+        query: Any = self.projections[0]
+        by_head = query.weight.view(self.num_heads, 2, -1, query.in_features)
+        query.gate = gate = _as_linear(by_head[:, 1].flatten(0, 1))
+        query.weight = nn.Parameter(by_head[:, 0].flatten(0, 1), requires_grad=False)
+        query.out_features = gate.out_features
+        return gate
+
+
+@dataclass(frozen=True)
+class RecurrentParts:
+    projections: list[nn.Linear]
+    output: nn.Linear
+    layer: CompiledLayer
+    """Computes what is between them."""
+    divided: RowParallelLinear | None = None
+    """As in `AttentionParts`. No recurrent layer is divided."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +133,7 @@ class ExpertsParts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    attention: AttentionParts
+    attention: AttentionParts | RecurrentParts
     mlp: MLPParts | ExpertsParts | nn.Module
     """A module is run as it is."""
     input_norm: Norm
@@ -132,15 +155,23 @@ class DecoderParts:
     logit_softcap: float | None
 
 
-def read_structure(model: PreTrainedModel, specs: list[LayerSpec], num_positions: int) -> DecoderParts:
-    """Return the parts of a model, or of a stage, with these attention layers. Raises `NotRecognised`."""
+def read_structure(
+    model: PreTrainedModel,
+    specs: list[LayerSpec],
+    num_positions: int,
+    recurrent: Mapping[int, CompiledLayer] = MappingProxyType({}),
+) -> DecoderParts:
+    """Return the parts of a model, or of a stage, with these attention layers and, by index, recurrent layers. Raises
+    `NotRecognised`."""
     try:
-        return _read_decoder(model, specs, num_positions)
+        return _read_decoder(model, specs, num_positions, recurrent)
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # its modules are others than their names say
         raise NotRecognised(f"{type(error).__name__}: {error}") from error
 
 
-def _read_decoder(model: PreTrainedModel, specs: list[LayerSpec], num_positions: int) -> DecoderParts:
+def _read_decoder(
+    model: PreTrainedModel, specs: list[LayerSpec], num_positions: int, recurrent: Mapping[int, CompiledLayer]
+) -> DecoderParts:
     decoder: Any = model.base_model
     _require(hasattr(model, "lm_head"), "it has no lm_head")
     _require_children(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"}, allowed={"rotary_emb_local"})
@@ -149,13 +180,15 @@ def _read_decoder(model: PreTrainedModel, specs: list[LayerSpec], num_positions:
     _require(embedding is None or isinstance(own_part(embedding), nn.Embedding), "its embedding is no nn.Embedding")
     _require_unshared(model, embedding)
     _require_unscaled_queries(model, num_positions)
-    own_layers = [layer for layer in decoder.layers if not isinstance(layer, PPMissingLayer)]
-    _require(len(own_layers) == len(specs), "it has layers without attention")
-    tables: dict[str | None, Rotary] = {}
-    layers = [
-        _read_layer(layer, spec, _rotary_of(model, spec, num_positions, tables))
-        for layer, spec in zip(own_layers, specs, strict=True)
-    ]
+    own_layers = {i: layer for i, layer in enumerate(decoder.layers) if not isinstance(layer, PPMissingLayer)}
+    by_index, tables = {spec.layer_index: spec for spec in specs}, dict[str | None, Rotary]()
+    layers = []
+    for index, layer in own_layers.items():
+        if (spec := by_index.get(index)) is not None:
+            layers.append(_read_layer(layer, spec, _rotary_of(model, spec, num_positions, tables)))
+        else:
+            _require(index in recurrent, "it has layers without attention")
+            layers.append(_read_recurrent_layer(layer, recurrent[index]))
     return DecoderParts(
         embedding=embedding,
         layers=layers,
@@ -183,8 +216,7 @@ def _read_divided(module: Any) -> RowParallelLinear | None:
 
 def _read_layer(layer: Any, spec: LayerSpec, rotary: Rotary) -> LayerParts:
     has_output_norms = hasattr(layer, "pre_feedforward_layernorm")
-    output_norms = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-    _require_children(layer, _LAYER_CHILDREN if has_output_norms else _LAYER_CHILDREN - output_norms)
+    _require_children(layer, _LAYER_CHILDREN if has_output_norms else _LAYER_CHILDREN - _OUTPUT_NORMS)
     return LayerParts(
         attention=_read_attention(layer.self_attn, spec, rotary),
         mlp=_read_mlp(layer.mlp),
@@ -194,6 +226,18 @@ def _read_layer(layer: Any, spec: LayerSpec, rotary: Rotary) -> LayerParts:
             layer.pre_feedforward_layernorm if has_output_norms else layer.post_attention_layernorm
         ),
         mlp_norm=_read_norm(layer.post_feedforward_layernorm) if has_output_norms else None,
+    )
+
+
+def _read_recurrent_layer(layer: Any, recurrent: CompiledLayer) -> LayerParts:
+    _require_children(layer, _LAYER_CHILDREN - _OUTPUT_NORMS - {"self_attn"} | {"linear_attn"})
+    return LayerParts(
+        attention=RecurrentParts([recurrent.projection], recurrent.output, recurrent),
+        mlp=_read_mlp(layer.mlp),
+        input_norm=_read_norm(layer.input_layernorm),
+        attention_norm=None,
+        mlp_input_norm=_read_norm(layer.post_attention_layernorm),
+        mlp_norm=None,
     )
 
 
@@ -207,6 +251,10 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     _require(spec.key_dim == spec.value_dim, "its keys and values differ in size")
     num_heads = output.weight.shape[1] // spec.value_dim
     num_outputs = (num_heads + 2 * spec.num_kv_heads) * spec.key_dim
+    num_queries, has_gates = num_heads * spec.key_dim, False
+    if len(projections) == 3 and projections[0].weight.shape[0] == 2 * num_queries:
+        _require(projections[0].bias is None, "its queries and gates have biases")
+        num_outputs, has_gates = num_outputs + num_queries, True
     _require(sum(each.weight.shape[0] for each in projections) == num_outputs, "its projections have other sizes")
     _require(2 * rotary.cosines.shape[1] <= spec.key_dim, "its rotary embedding is larger than its heads")
     norms = [_read_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
@@ -226,6 +274,7 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
         scaling=attention.scaling,
         softcap=getattr(attention, "attn_logit_softcapping", None),
         sinks=sinks,
+        has_gates=has_gates,
         spec=spec,
     )
 

@@ -33,10 +33,11 @@ PUSH_TARGET(TARGET)
 #include "attention.inc.h"
 #include "sampling.inc.h"
 #include "rows.inc.h"
+#include "recurrence.inc.h"
 #include "linear.inc.h"
 
 #if defined(TARGET) && defined(__clang__)
 #pragma clang attribute pop
 #endif
 
-const struct kernels TABLE = {attend, argmax, draw, linear, pack, unpack, PANEL_OUTPUTS, norm, gate};
+const struct kernels TABLE = {attend, argmax, draw, linear, pack, unpack, PANEL_OUTPUTS, norm, gate, recurrence};

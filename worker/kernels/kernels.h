@@ -8,10 +8,11 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 21
+#define MILLRACE_KERNELS_VERSION 22
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 enum { SILU = 0, GELU_TANH = 1 };
+enum { DELTA_RULE = 0, STATE_SPACE = 1, CONVOLUTION = 2 };
 
 /* The rows of one step. Shapes: R rows, T tokens of all rows one after the other, P blocks in a table row. */
 struct attention_rows {
@@ -101,6 +102,46 @@ struct gate {
     int64_t num_rows, size, dtype, activation, num_threads;
 };
 
+/* A recurrent layer between its projections. Shapes: R rows, T tokens of all rows one after the other, W outputs of the
+ * projection for a token, C channels of the convolution, S sequences, Hk key and query heads, Hv value heads, D and Dv sizes
+ * of a key and a value.
+ *
+ * A token's channels are convolved with those of the `num_taps` - 1 tokens before it, and pass SiLU. They are the token's
+ * queries q, keys k and values v. Each head has a state Z [D, Dv]. With step = softplus(steps + step_bias):
+ *
+ *   DELTA_RULE    Z = exp(rate * step) * Z,  Z = Z + k (v - k Z) * gain * sigmoid(gains), with q and k of length 1, and
+ *                 q / sqrt(D) (Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024)
+ *   STATE_SPACE   Z = exp(rate * step) * Z,  Z = Z + k v * step (Dao, Gu: Transformers are SSMs, 2024)
+ *
+ * The result is q Z + skip * v, of all heads, normalized and multiplied by SiLU(gates).
+ *
+ *   CONVOLUTION   only that, of channels * factors, without SiLU. The result is multiplied by the gates. */
+struct recurrence {
+    const int32_t *query_starts; /* [R + 1], offsets into the T tokens */
+    const int32_t *slots;        /* [R], of the rows' sequences */
+    const uint8_t *is_new;       /* [R], 1: the row begins its sequence, whose state is zero */
+    int64_t num_rows, num_threads;
+    int64_t rule, dtype; /* dtype: of input and output */
+    const void *input;   /* [T, W], contiguous */
+    void *output;        /* [T, Hv * Dv], or [T, C] */
+    int64_t width;       /* W */
+    int64_t conv_at, factor_at, gate_at, step_at, gain_at; /* where these begin in a token's input */
+    int64_t query_at, key_at, value_at;                    /* and these in its channels */
+    int64_t num_channels, num_taps;                        /* at most 8 taps */
+    int64_t num_key_heads, num_heads, key_dim, value_dim;
+    int64_t state_dim;        /* Dv, up to a multiple of 16 */
+    const float *conv_weights; /* [num_taps, C] */
+    const float *conv_bias;    /* [C], or NULL */
+    float *conv_states;        /* [S, num_taps - 1, C] */
+    float *states;             /* [S, Hv, state_dim * D], in an order of the kernels' own */
+    const float *rates, *step_bias; /* [Hv] */
+    const float *skips;             /* [Hv], or NULL */
+    const float *norm_weights;      /* [Hv * Dv], of RMSNorm, or NULL */
+    int64_t norm_size;              /* entries that are normalized together */
+    int64_t gates_first;            /* 1: gates before the norm */
+    float gain, epsilon;
+};
+
 /* Weights [N, K], contiguous, and where they are in panels. */
 struct packing {
     void *weights;
@@ -128,6 +169,8 @@ struct kernels {
     int panel_outputs; /* outputs of a panel of packed weights */
     void (*norm)(const struct norm *call);
     void (*gate)(const struct gate *call);
+    /* Return 0, or -1 if there is no memory. A row's result does not depend on the other rows. */
+    int (*recurrence)(const struct recurrence *call);
 };
 
 extern const struct kernels kernels_generic;

@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 21
+VERSION = 22
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -103,6 +103,23 @@ class GateCall(ctypes.Structure):
     )
 
 
+class RecurrenceCall(ctypes.Structure):
+    """`struct recurrence`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query_starts", "slots", "is_new")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_threads", "rule", "dtype")),
+        *((name, ctypes.c_void_p) for name in ("input", "output")),
+        *((name, ctypes.c_int64) for name in ("width", "conv_at", "factor_at", "gate_at", "step_at", "gain_at")),
+        *((name, ctypes.c_int64) for name in ("query_at", "key_at", "value_at", "num_channels", "num_taps")),
+        *((name, ctypes.c_int64) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim", "state_dim")),
+        *((name, ctypes.c_void_p) for name in ("conv_weights", "conv_bias", "conv_states", "states")),
+        *((name, ctypes.c_void_p) for name in ("rates", "step_bias", "skips", "norm_weights")),
+        *((name, ctypes.c_int64) for name in ("norm_size", "gates_first")),
+        *((name, ctypes.c_float) for name in ("gain", "epsilon")),
+    )
+
+
 class PackCall(ctypes.Structure):
     """`struct packing`."""
 
@@ -127,7 +144,7 @@ class KernelTable(ctypes.Structure):
     _fields_ = (
         *(("attend", _CALL), ("argmax", _ARGMAX), ("draw", _CALL), ("linear", _CALL)),
         *(("pack", _CALL_WITHOUT_STATUS), ("unpack", _CALL_WITHOUT_STATUS), ("panel_outputs", ctypes.c_int)),
-        *(("norm", _CALL_WITHOUT_STATUS), ("gate", _CALL_WITHOUT_STATUS)),
+        *(("norm", _CALL_WITHOUT_STATUS), ("gate", _CALL_WITHOUT_STATUS), ("recurrence", _CALL)),
     )
 
 

@@ -224,6 +224,12 @@ static inline vf load_some(const void *from, int64_t offset, int64_t dtype, int6
     return dtype == FLOAT32 ? load((const float *)from + offset) : load_bf16((const uint16_t *)from + offset);
 }
 
+/* Store the first `count` lanes, at most all. */
+static inline void store_some(float *to, vf stored, int64_t count)
+{
+    memcpy(to, &stored, count < LANES ? count * sizeof(float) : sizeof stored);
+}
+
 /* Round to nearest, ties to even. A NaN stays one. */
 static inline uint16_t to_bf16(float number)
 {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from millrace.worker.kernels.library import KERNEL_DTYPES
@@ -61,6 +62,11 @@ def pack_modules(
         for each in others:
             each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype, device="cpu"), requires_grad=False)
     return packed
+
+
+def widened_linear(module: nn.Linear, dtype: torch.dtype, inputs: Tensor) -> Tensor:
+    """The forward of a layer whose activations have another dtype than its weights, until these are packed."""
+    return F.linear(inputs, module.weight.to(dtype), module.bias)
 
 
 def as_parameter(layer: PackedLinear) -> nn.Parameter:

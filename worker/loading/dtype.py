@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from millrace.worker.errors import ModelError
 from millrace.worker.kernels.library import find_kernels, has_bfloat16
 from millrace.worker.kv_pool import FP8
+from millrace.worker.linear.modules import widened_linear
 from millrace.worker.loading.tensor_files import MAPPED_DTYPES, Source, StoredTensor
 
 logger = logging.getLogger("millrace.worker")
@@ -63,11 +64,6 @@ def keep_bfloat16(model: PreTrainedModel) -> None:
 def _keep(module: Any, forward: Callable[..., Tensor]) -> None:
     module.forward = partial(forward, module, module.weight.dtype)
     module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
-
-
-def widened_linear(module: nn.Linear, dtype: torch.dtype, inputs: Tensor) -> Tensor:
-    """Computes the few steps of a check at load. After that the weights are packed."""
-    return F.linear(inputs, module.weight.to(dtype), module.bias)
 
 
 def _widened_embedding(module: nn.Embedding, dtype: torch.dtype, token_ids: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ from millrace.worker.loading.tensor_files import Source
 from millrace.worker.loading.weights import load_converted, load_weights, take_weights
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.recurrent import RecurrentStates, recurrent_modules
+from millrace.worker.recurrent.modules import recurrent_modules
+from millrace.worker.recurrent.states import RecurrentStates
 
 logger = logging.getLogger("millrace.worker")
 

@@ -22,7 +22,7 @@ from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.loading.adapter import ADAPTER_FILE
 from millrace.worker.loading.quantized import QUANTIZATION_KEYS, quantization_settings
-from millrace.worker.recurrent import recurrent_modules
+from millrace.worker.recurrent.modules import recurrent_modules
 
 logger = logging.getLogger("millrace.worker")
 

@@ -22,13 +22,12 @@ from millrace.executor.wire.failures import is_interruption
 from millrace.worker.attention.interface import SINKS_OPTION, STEP_KEYWORD
 from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.kv_pool import LayerSpec
-from millrace.worker.linear.modules import IS_READ
-from millrace.worker.loading.dtype import widened_linear
+from millrace.worker.linear.modules import IS_READ, widened_linear
 from millrace.worker.loading.model import LAYERS_WITHOUT_CACHE
 from millrace.worker.loading.rope import static_frequencies
 from millrace.worker.logprobs import head_logits
 from millrace.worker.parallel.stages import find_stage_input
-from millrace.worker.recurrent import recurrent_modules
+from millrace.worker.recurrent.modules import recurrent_modules
 
 logger = logging.getLogger("millrace.worker")
 

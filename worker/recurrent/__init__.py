@@ -1,0 +1,1 @@
+"""Recurrent layers: linear attention, state space models and short convolutions."""
