@@ -3,6 +3,7 @@
     llama-15m           Llama, 6 layers of 288, 6 heads of 64, 32,000 token ids, float32
     qwen3-0.6b-random   the shape of Qwen3-0.6B, bfloat16
     qwen3-14b-random    the shape of Qwen3-14B, bfloat16, all layers with the same weights
+    qwen3.5-0.8b-random the shape of Qwen3.5-0.8B, bfloat16
 
 Matrices have the standard deviation 1 / sqrt(inputs), so that every layer changes the hidden state and the greedy tokens
 depend on attention and positions.
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT
-from benchmarks.workloads import LLAMA, QWEN, QWEN_14B, TINY_MODEL
+from benchmarks.workloads import HYBRID, LLAMA, QWEN, QWEN_14B, TINY_MODEL
 
 HOME = Path(os.environ.get("MILLRACE_BENCH_HOME", "~/.cache/millrace-peers")).expanduser()
 """Models, logs, and the environments of other engines."""
@@ -28,7 +29,7 @@ NUM_TOKEN_IDS = 32_000
 """Of the tokenizer. A model may have more; their embeddings are small, so that they are hardly ever generated."""
 TEXT_BYTES = 24_000_000
 """Text that the tokenizer is trained on."""
-SEEDS = {LLAMA: 15, QWEN: 600, QWEN_14B: 14}
+SEEDS = {LLAMA: 15, QWEN: 600, QWEN_14B: 14, HYBRID: 800}
 
 
 def path_of(name: str) -> Path:
@@ -56,7 +57,14 @@ def read_config(name: str) -> dict[str, Any]:
 
 def _save(name: str, path: Path) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     tokenizer = _tokenizer(path.parent)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -72,6 +80,11 @@ def _save(name: str, path: Path) -> None:
             common |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
             common |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
             model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **common, **rope))
+        elif name == HYBRID:
+            common |= {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24}
+            common |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
+            common |= {f"linear_num_{kind}_heads": 16 for kind in ("key", "value")}
+            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(vocab_size=248_320, **common))
         else:
             assert name == QWEN_14B, name
             common |= {"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 1}

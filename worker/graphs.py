@@ -86,10 +86,11 @@ class StepGraphs:
         *,
         all_logits: Callable[[Tensor], Tensor],
         is_alone: bool = True,
+        decodes_only: bool = False,
     ) -> None:
         """`table_width`: blocks of the longest sequence in one group. `all_logits`: returns the logits of all ids, where
         this rank has those of a part. `is_alone`: whether no other rank sums tensors with this one. Where a capture fails,
-        the others could not go on without graphs."""
+        the others could not go on without graphs. `decodes_only`: whether only steps of decode rows run as graphs."""
         self._decoder, self._attention, self._sequences, self._capture = decoder, attention, sequences, capture
         self._all_logits = all_logits
         self._max_num_seqs, self._table_width, self._is_alone = max_num_seqs, table_width, is_alone
@@ -97,7 +98,8 @@ class StepGraphs:
         """Rows cut into tiles that a graph has space for."""
         self._longest = chunks_for(table_width * sequences.block_size)
         """Chunks of the longest sequence."""
-        self._likely = likely_kinds(max_num_seqs, min(max_step_tokens, MOST_TOKENS))
+        self._most_tokens = 0 if decodes_only else MOST_TOKENS
+        self._likely = likely_kinds(max_num_seqs, min(max_step_tokens, self._most_tokens))
         self._graphs: dict[Kind, _Graph] = {}
         self._has_compiled_draws = False
         self._buffers = (0, 0)
@@ -185,7 +187,7 @@ class StepGraphs:
         size, padded, num_chunks = self._max_num_seqs, 0, chunks_for(max(rows.kv_lens))
         if num_tokens == num_rows == num_sampled and not rows.is_permuted:
             size = min(size_for(num_rows), size)
-        elif draws or num_tokens > MOST_TOKENS or self._attention.num_tiled(rows) > self._most_tiled:
+        elif draws or num_tokens > self._most_tokens or self._attention.num_tiled(rows) > self._most_tiled:
             return None
         else:
             padded = tokens_for(num_tokens)

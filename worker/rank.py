@@ -236,6 +236,14 @@ class Rank:
         """Run the largest steps, and return the bytes that the configured share of the GPU leaves for the pool, if running
         sequences can use them."""
         config, facts = self._config, self._model.facts
+        if self._model.states is not None:
+            try:
+                self._model.states.allocate(config.max_num_seqs)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"max_num_seqs: the states of recurrent layers of {config.max_num_seqs} sequences do not fit into the "
+                    "memory of the GPU beside the weights: lower it"
+                ) from error
         longest = min(facts.max_model_len, max(self._max_pool_tokens(), config.max_num_batched_tokens))
         pool = self._model.make_pool(2, min(1, self._num_host_blocks))
         torch.cuda.reset_peak_memory_stats(self._device)

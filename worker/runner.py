@@ -172,6 +172,7 @@ class Runner:
             capture=CudaCapture(),
             all_logits=self._all_logits,
             is_alone=model.is_alone,
+            decodes_only=self._states is not None,
         )
 
     @torch.inference_mode()
@@ -253,12 +254,14 @@ class Runner:
         self, plan: StepPlan, on_host: HostBatch
     ) -> tuple[StepOutput | None, SampledRows | None, ScoredTokens | None]:
         """Run the rows of a step. Return what they yield, its rows, and its prompts; None if another rank samples."""
+        if self._states is not None:
+            self._states.allocate(self._sequences.num_slots)
         if self._graphs is not None and self._samples:
             token_ids = self._graphs.draw(on_host, self._received)
             if token_ids is not None:
                 return StepOutput(token_ids), on_host.sampled, None
         if self._states is not None:
-            self._states.begin(on_host, self._sequences.num_slots)
+            self._states.begin(on_host)
         batch = self._sequences.send(on_host)
         output = self._sample(plan, batch)
         return (output, batch.sampled, batch.prompts) if output is not None else (None, None, None)

@@ -72,6 +72,13 @@ GPT_OSS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Attention sinks, and experts that only transformers' modules compute. There is no tensor parallel plan for it."""
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.4,
+}
+"""Of Granite. Each changes the logits a lot."""
 _MIXED_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 _DELTA_NET = {
     "layer_types": _MIXED_LAYERS,
@@ -86,6 +93,15 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "model_type": "lfm2",
         "conv_L_cache": 4,
         "layer_types": ["conv", "full_attention", "conv"],
+        "tie_word_embeddings": False,
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
         "tie_word_embeddings": False,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", "head_dim": 16, "tie_word_embeddings": True, **_DELTA_NET},
@@ -104,7 +120,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "model_type": "granitemoehybrid",
         "layer_types": _MIXED_LAYERS,
         "shared_intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
+        **MULTIPLIERS,
         **_MAMBA,
     },
     "nemotron_h": {

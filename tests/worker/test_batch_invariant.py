@@ -70,8 +70,8 @@ def test_what_depends_on_the_batch_is_refused(options: dict[str, str], what: str
 
 
 def test_a_model_that_is_not_recognised_is_refused(tmp_path: Path) -> None:
-    make_model("llama", tmp_path, model_type="granite", residual_multiplier=0.7)
-    with pytest.raises(ConfigError, match=r"^batch_invariant: GraniteForCausalLM"):
+    make_model("llama", tmp_path, model_type="olmo2")
+    with pytest.raises(ConfigError, match=r"^batch_invariant: Olmo2ForCausalLM"):
         start_worker(tmp_path, **OPTIONS)
 
 

@@ -15,10 +15,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from millrace import LLM, SamplingParams
 from millrace.engine_service.errors import ConfigurationError
-from millrace.worker.errors import ModelError
+from millrace.worker.errors import ConfigError, ModelError
 from millrace.worker.recurrent import states
+from millrace.worker.recurrent.states import RecurrentStates
 from tests.worker.driver import Driver, start_worker
-from tests.worker.models import VOCAB_SIZE, make_model, randomize
+from tests.worker.models import ALL_EXPERTS, RECURRENT, VOCAB_SIZE, make_model, randomize
 from tests.worker.test_parity import check_against_transformers
 
 PROMPT = [token * 7 % VOCAB_SIZE for token in range(40)]
@@ -81,13 +82,22 @@ def test_a_worker_with_more_sequences_than_planned_keeps_their_states(path: Path
 
 @pytest.mark.parametrize(
     ("arch", "fused"),
-    [("qwen3_5", True), ("qwen3_next", True), ("olmo_hybrid", False), ("granite", False), ("lfm2", False)],
+    [
+        ("qwen3_5", True),
+        ("qwen3_next", True),
+        ("olmo_hybrid", False),
+        ("granite", True),
+        ("lfm2", True),
+        ("lfm2_moe", True),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernels_have_the_logits_of_the_modules(
     arch: str, fused: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model(arch, tmp_path, **({"num_experts_per_tok": 4} if arch == "qwen3_next" else {}))  # all: see ALL_EXPERTS
+    # All experts, see ALL_EXPERTS. With its own head, since the logits of a tied one are larger, and so are their errors.
+    overrides: dict[str, Any] = {"tie_word_embeddings": False, **ALL_EXPERTS}
+    make_model(arch, tmp_path, **(overrides if "num_experts_per_tok" in RECURRENT[arch] else {}))
     found: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
     for results, compiles in ((found, True), (expected, False)):
@@ -96,7 +106,7 @@ def test_the_kernels_have_the_logits_of_the_modules(
                 patch.setattr(states, "find_kernels", lambda: None)
             worker = start_worker(tmp_path, dtype=dtype, max_num_seqs=4)
         assert worker._model.states is not None
-        assert (len(worker._model.states.compiled) > 0) == compiles
+        assert (len(worker._model.states.mixers) > 0) == compiles
         assert (worker._model.decoder is not None) == (fused and compiles)
         requests = Driver(worker, seed=1).run([PROMPT, PROMPT[:9], PROMPT[:1]], 8)
         results += [torch.stack(each.logits) for each in requests]
@@ -111,9 +121,9 @@ def test_a_module_that_computes_something_else_runs_as_it_is(
     monkeypatch.setattr(Qwen3_5GatedDeltaNet, "allow_neg_eigval", True, raising=False)  # an option of another family
     with caplog.at_level("INFO"):
         worker = start_worker(path, max_num_seqs=4)
-    assert worker._model.states is not None and not worker._model.states.compiled
+    assert worker._model.states is not None and not worker._model.states.mixers
     assert (
-        "Qwen3_5GatedDeltaNet runs through transformers' module, which is slower: the kernels' results differ"
+        "Qwen3_5GatedDeltaNet runs through transformers' module, which is slower: the results of the kernels differ"
         in caplog.text
     )
     requests = Driver(worker, seed=1).run([PROMPT, PROMPT[:9]], 8)
@@ -151,6 +161,18 @@ def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
         ModelError, match="Mamba2ForCausalLM uses transformers' attention interface in 0 of the 2 layers"
     ):
         start_worker(tmp_path)
+
+
+def test_states_that_do_not_fit_into_the_memory_of_a_gpu_name_the_option(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(_: RecurrentStates, num_slots: int) -> None:
+        raise torch.OutOfMemoryError
+
+    worker = start_worker(path, max_num_seqs=7)
+    monkeypatch.setattr(RecurrentStates, "allocate", allocate)
+    with pytest.raises(ConfigError, match="max_num_seqs: the states of recurrent layers of 7 sequences do not fit"):
+        worker._profile_gpu()
 
 
 def test_several_ranks_are_refused(path: Path) -> None:

@@ -13,6 +13,8 @@ Hq query heads, Dv size of a value head, I intermediate size, V token ids.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +43,7 @@ class DecoderWeights:
             is_tied = parts.embedding is not None and parts.head.weight is own_part(parts.embedding).weight
             self.head, self.embedding = operations.head(parts.head, parts.embedding, is_tied=is_tied)
         self.logit_softcap = parts.logit_softcap
+        self.embedding_multiplier, self.logit_divisor = parts.embedding_multiplier, parts.logit_divisor
         self.waits = False
         """Whether each step waits for the GPU. It cannot be a graph then."""
 
@@ -52,7 +55,7 @@ class LayerWeights:
     """The weights of one layer."""
 
     def __init__(self, parts: LayerParts, operations: Operations) -> None:
-        self.attention = parts.attention
+        self.attention, self.multiplier = parts.attention, parts.multiplier
         gate = parts.attention.divide_gates() if isinstance(parts.attention, AttentionParts) else None
         self.gate = Projection(operations, [gate], parts.input_norm) if gate is not None else None
         self.projections = Projection(operations, parts.attention.projections, parts.input_norm)
@@ -126,8 +129,8 @@ class FusedDecoder:
                 if num_sampled == 0:
                     return hidden[:0]
                 hidden, attended = (each.index_select(0, batch.sample_indices) for each in (hidden, attended))
-            self._add(layer.output, layer.attention.divided, layer.attention_norm, attended, hidden)
-            self._add(layer.mlp, layer.divided_mlp, layer.mlp_norm, hidden, hidden)
+            self._add(layer.output, layer.attention.divided, layer.attention_norm, layer.multiplier, attended, hidden)
+            self._add(layer.mlp, layer.divided_mlp, layer.mlp_norm, layer.multiplier, hidden, hidden)
         if self._weights.norm is None:
             return hidden
         normed = workspace.rows("normed", *hidden.shape)
@@ -140,24 +143,29 @@ class FusedDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, H] -> [M, V]
         """Return the logits of hidden states. They are valid until the next call."""
-        head, softcap = self._weights.head, self._weights.logit_softcap
+        head, softcap, divisor = self._weights.head, self._weights.logit_softcap, self._weights.logit_divisor
         assert head is not None, "the last stage has the head"
         logits = self._workspace.rows("logits", hidden.shape[0], head.num_outputs, head.output_dtype)
         if hidden.shape[0]:
             head.into(hidden, logits)
+        if divisor != 1:
+            logits /= divisor
         return logits if softcap is None else torch.tanh(logits.div_(softcap)).mul_(softcap)
 
     @property
     def has_argmax(self) -> bool:
-        """Whether `argmax` is possible. With a cap it is not, which may make different logits equal."""
-        return isinstance(self._weights.head, CompiledLinear) and self._weights.logit_softcap is None
+        """Whether `argmax` is possible. With a cap it is not, which may make different logits equal. So may a divisor that
+        is no power of 2."""
+        is_exact = self._weights.logit_softcap is None and math.frexp(self._weights.logit_divisor)[0] == 0.5
+        return isinstance(self._weights.head, CompiledLinear) and is_exact
 
     def argmax(self, hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
         """Return the largest logit [M] of each row, and the lowest id [M] that has it, without storing logits. M is at least
         1. Only if `has_argmax`."""
         head = self._weights.head
         assert isinstance(head, CompiledLinear)
-        return head.argmax(hidden, masks)
+        largest, ids = head.argmax(hidden, masks)
+        return largest if self._weights.logit_divisor == 1 else largest / self._weights.logit_divisor, ids
 
     def _embed(self, input_ids: Tensor, hidden: Tensor) -> None:
         """Fill hidden states [T, H] with the embeddings of ids [T]."""
@@ -173,17 +181,21 @@ class FusedDecoder:
             torch.index_select(embedding.weight, 0, input_ids, out=hidden)
         else:
             hidden.copy_(embedding(input_ids))
+        if self._weights.embedding_multiplier != 1:
+            hidden *= self._weights.embedding_multiplier
 
     def _add(
         self,
         block: PackedLinear | MLP,
         divided: RowParallelLinear | None,
         norm: NormOperation | None,
+        multiplier: float,
         inputs: Tensor,
         hidden: Tensor,
     ) -> None:
-        """Add a block's output, or its norm, to the hidden states [T, H]. If the block is divided, sum it over the ranks."""
-        if norm is None and divided is None:
+        """Add a block's output, or its norm, times the multiplier to the hidden states [T, H]. If the block is divided, sum
+        it over the ranks."""
+        if norm is None and divided is None and multiplier == 1:
             block.into(inputs, hidden, accumulate=True)
             return
         outputs = self._workspace.rows("outputs", *hidden.shape)
@@ -193,4 +205,4 @@ class FusedDecoder:
         if norm is not None:
             norm(outputs, hidden, adds=True)
         else:
-            hidden += outputs
+            hidden.add_(outputs, alpha=multiplier)

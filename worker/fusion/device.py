@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 from types import ModuleType
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from millrace.worker.fusion.operations import (
     CompiledOperations,
     NormOperation,
     Operations,
+    Recurrence,
     RunFewRows,
     not_batch_invariant,
 )
@@ -33,6 +33,7 @@ from millrace.worker.kernels.library import KERNEL_DTYPES
 from millrace.worker.kv_pool import LayerCache
 from millrace.worker.linear.modules import merge_modules
 from millrace.worker.linear.packed import PackedLinear
+from millrace.worker.recurrent.layer import MixerLayer
 from millrace.worker.triton_support import find_triton
 
 
@@ -85,6 +86,7 @@ class DeviceOperations:
         self.tensors = nn.ParameterList()
         self._kept: set[int] = set()
         """The ids of the tensors."""
+        self._recurrent: list[MixerLayer] = []
 
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
         if self._rows is rows_torch and not self._batch_invariant:
@@ -117,8 +119,9 @@ class DeviceOperations:
         kept = (self._keep(norms[0].weights), self._keep(norms[1].weights)) if norms else None
         return DeviceAttention(parts, layer, self._attention, self.workspace, tables, kept)
 
-    def recurrence(self, parts: RecurrentParts) -> NoReturn:
-        raise AssertionError("recurrent layers are compiled on a CPU only")
+    def recurrence(self, parts: RecurrentParts) -> Recurrence:
+        self._recurrent.append(parts.layer)
+        return Recurrence(parts, self.workspace)
 
     def prepare_module(self, module: nn.Module) -> None:
         if self._batch_invariant:
@@ -128,6 +131,12 @@ class DeviceOperations:
         pass
 
     def prepare(self, batch: StepBatch) -> StepBatch:
+        if self._recurrent and batch.on_host is None:  # a graph of decode rows, which only the device knows
+            from millrace.worker.recurrent.mixer_triton import decode_rows
+
+            rows = decode_rows(batch.sampled.slots, batch.positions[0])
+            for layer in self._recurrent:
+                layer.rows = rows
         return batch
 
     def release_memory(self) -> None:

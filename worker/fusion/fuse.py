@@ -59,7 +59,7 @@ def fuse(
     name = type(model).__name__
     dtype, device = operations.workspace.dtype, model.device
     try:
-        parts = read_structure(model, specs, max_model_len, states.compiled)
+        parts = read_structure(model, specs, max_model_len, states.mixers)
     except NotRecognised as reason:
         logger.info("%s runs through transformers' modules, which is slower: %s", name, reason)
         return None
@@ -76,13 +76,14 @@ def fuse(
         _begin_anew(states, each)
         hidden = None if received is None else received[-each.input_ids.shape[1] :]
         differences.append(_differences(decoder, each, hidden, expected))
-    states.release()
     difference = float(torch.cat(differences).max() / expected.std())
     if not difference <= LARGEST_DIFFERENCE[dtype]:  # NaN is not
         what = "logits" if parts.head is not None else "hidden states"
         raise FusionRejected(f"the {what} of {name} differ by {difference:.2g} of their standard deviation")
     if device.type == "cuda":
+        _begin_anew(states, batch)
         weights.waits = waits_for_device(decoder, batch, received)
+    states.release()
     operations.quantize_layers()  # not before: the numbers would differ by the rounding
     weights.release_buffers()
     model.register_module("fused", operations.tensors)
@@ -98,7 +99,8 @@ def _begin_anew(states: RecurrentStates, batch: StepBatch) -> None:
     states.release()
     if states:
         assert batch.on_host is not None
-        states.begin(batch.on_host, int(batch.on_host.tensors["token_slots"].max()) + 1)
+        states.allocate(int(batch.on_host.tensors["token_slots"].max()) + 1)
+        states.begin(batch.on_host)
 
 
 def _differences(decoder: FusedDecoder, batch: StepBatch, received: Tensor | None, expected: Tensor) -> Tensor:  # [T]

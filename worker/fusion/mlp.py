@@ -1,4 +1,4 @@
-"""The MLPs of a decoder's layers: a gated MLP, a mixture of them, or transformers' own module.
+"""The MLPs of a decoder's layers: a gated MLP, a mixture of them, transformers' own module, or sums of these.
 
 Shapes: T tokens, H hidden size, E experts, C experts chosen for each token.
 """
@@ -12,17 +12,24 @@ from torch import Tensor, nn
 
 from millrace.worker.fusion.operations import Operations
 from millrace.worker.fusion.projection import Projection
-from millrace.worker.fusion.structure import ExpertsParts, MLPParts, Norm
+from millrace.worker.fusion.structure import ExpertsParts, MLPParts, Norm, SumParts
 
 
-def make_mlp(parts: MLPParts | ExpertsParts | nn.Module, operations: Operations, norm: Norm) -> MLP:
+def make_mlp(parts: MLPParts | ExpertsParts | SumParts | nn.Module, operations: Operations, norm: Norm) -> MLP:
     """Return what computes an MLP, and the norm before it. Takes its weights."""
     if isinstance(parts, MLPParts):
         return GatedMLP(parts, operations, norm)
+    return NormedMLP(_without_norm(parts, operations), norm, operations)
+
+
+def _without_norm(parts: MLPParts | ExpertsParts | SumParts | nn.Module, operations: Operations) -> UnnormedMLP:
+    if isinstance(parts, MLPParts):
+        return GatedMLP(parts, operations)
+    if isinstance(parts, SumParts):
+        return MLPSum([_without_norm(each, operations) for each in parts.mlps])
     if isinstance(parts, ExpertsParts):
-        experts = Experts(parts, operations) if operations.splits_experts else ModuleMLP(parts.block, operations)
-        return NormedMLP(experts, norm, operations)
-    return NormedMLP(ModuleMLP(parts, operations), norm, operations)
+        return Experts(parts, operations) if operations.splits_experts else ModuleMLP(parts.block, operations)
+    return ModuleMLP(parts, operations)
 
 
 class GatedMLP:
@@ -99,10 +106,22 @@ class ModuleMLP:
             outputs.copy_(result)
 
 
+class MLPSum:
+    """Several MLPs of the same inputs."""
+
+    def __init__(self, mlps: list[UnnormedMLP]) -> None:
+        self._mlps = mlps
+
+    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
+        for mlp in self._mlps:
+            mlp.into(inputs, outputs, accumulate=accumulate)
+            accumulate = True
+
+
 class NormedMLP:
     """One of the other MLPs, with the norm before it."""
 
-    def __init__(self, mlp: Experts | ModuleMLP, norm: Norm, operations: Operations) -> None:
+    def __init__(self, mlp: UnnormedMLP, norm: Norm, operations: Operations) -> None:
         self.mlp, self._norm, self._workspace = mlp, operations.norm(norm), operations.workspace
 
     def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
@@ -111,4 +130,5 @@ class NormedMLP:
         self.mlp.into(normed, outputs, accumulate=accumulate)
 
 
+UnnormedMLP: TypeAlias = GatedMLP | Experts | ModuleMLP | MLPSum
 MLP: TypeAlias = GatedMLP | NormedMLP

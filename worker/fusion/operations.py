@@ -144,8 +144,8 @@ class CompiledOperations:
     def attention(self, parts: AttentionParts, layer: LayerCache) -> CompiledLayerAttention:
         return CompiledLayerAttention(parts, layer, self._kernels, self.workspace, rounds=not self._batch_invariant)
 
-    def recurrence(self, parts: RecurrentParts) -> CompiledRecurrence:
-        return CompiledRecurrence(parts, self.workspace)
+    def recurrence(self, parts: RecurrentParts) -> Recurrence:
+        return Recurrence(parts, self.workspace)
 
     def prepare_module(self, module: nn.Module) -> None:
         if self._batch_invariant:
@@ -192,12 +192,12 @@ class CompiledLayerAttention:
         return attended
 
 
-class CompiledRecurrence:
+class Recurrence:
     """What a recurrent layer does between its projections. Its rows are those of the last `RecurrentStates.begin`."""
 
     def __init__(self, parts: RecurrentParts, workspace: Workspace) -> None:
         self._layer, self._workspace = parts.layer, workspace
 
-    def run(self, projected: Tensor, rows: StepRows) -> Tensor:
+    def run(self, projected: Tensor, rows: Any) -> Tensor:
         mixed = self._workspace.rows("attended", projected.shape[0], self._layer.output_width)
         return self._layer.mix(projected, mixed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, ModuleType
@@ -24,11 +24,29 @@ from transformers.activations import ACT2FN
 from millrace.worker.kv_pool import LayerSpec
 from millrace.worker.parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from millrace.worker.parallel.stages import PPMissingLayer
-from millrace.worker.recurrent.compiled import CompiledLayer
+from millrace.worker.recurrent.layer import MixerLayer
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Our name of an activation by its name in transformers."""
 
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "norm": ("embedding_norm",),
+    "rotary_emb": ("pos_emb",),
+    "linear_attn": ("conv", "mamba"),
+    "mlp": ("feed_forward", "shared_mlp", "block_sparse_moe"),
+    "input_layernorm": ("operator_norm",),
+    "post_attention_layernorm": ("ffn_norm",),
+    "o_proj": ("out_proj",),
+    "q_norm": ("q_layernorm",),
+    "k_norm": ("k_layernorm",),
+    "gate_up_proj": ("input_linear",),
+    "gate_proj": ("w1",),
+    "up_proj": ("w3",),
+    "down_proj": ("w2", "output_linear"),
+    "act_fn": ("activation_fn", "activation"),
+    "gate": ("router",),
+}
+"""Those of some families, such as LFM2 and Granite, by the name that most have."""
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 _OUTPUT_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 _LAYER_CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", *_OUTPUT_NORMS}
@@ -48,7 +66,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary embedding of a layer, at positions 0 to P - 1."""
+    """The rotary embedding of a layer, at positions 0 to P - 1. Without one R is 0."""
 
     cosines: nn.Parameter  # [P, R / 2] float32
     sines: nn.Parameter  # [P, R / 2] float32
@@ -94,7 +112,7 @@ class AttentionParts:
 class RecurrentParts:
     projections: list[nn.Linear]
     output: nn.Linear
-    layer: CompiledLayer
+    layer: MixerLayer
     """Computes what is between them."""
     divided: RowParallelLinear | None = None
     """As in `AttentionParts`. No recurrent layer is divided."""
@@ -132,9 +150,16 @@ class ExpertsParts:
 
 
 @dataclass(frozen=True)
+class SumParts:
+    """MLPs of the same inputs, whose results are added."""
+
+    mlps: list[MLPParts | ExpertsParts | nn.Module]
+
+
+@dataclass(frozen=True)
 class LayerParts:
     attention: AttentionParts | RecurrentParts
-    mlp: MLPParts | ExpertsParts | nn.Module
+    mlp: MLPParts | ExpertsParts | SumParts | nn.Module
     """A module is run as it is."""
     input_norm: Norm
     attention_norm: Norm | None
@@ -142,6 +167,8 @@ class LayerParts:
     mlp_input_norm: Norm
     mlp_norm: Norm | None
     """Norm of the output of the MLP."""
+    multiplier: float
+    """Of what is added to the hidden states. 1 if there are norms of outputs."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +180,15 @@ class DecoderParts:
     norm: Norm | None
     head: nn.Linear | None
     logit_softcap: float | None
+    embedding_multiplier: float
+    logit_divisor: float
 
 
 def read_structure(
     model: PreTrainedModel,
     specs: list[LayerSpec],
     num_positions: int,
-    recurrent: Mapping[int, CompiledLayer] = MappingProxyType({}),
+    recurrent: Mapping[int, MixerLayer] = MappingProxyType({}),
 ) -> DecoderParts:
     """Return the parts of a model, or of a stage, with these attention layers and, by index, recurrent layers. Raises
     `NotRecognised`."""
@@ -170,12 +199,13 @@ def read_structure(
 
 
 def _read_decoder(
-    model: PreTrainedModel, specs: list[LayerSpec], num_positions: int, recurrent: Mapping[int, CompiledLayer]
+    model: PreTrainedModel, specs: list[LayerSpec], num_positions: int, recurrent: Mapping[int, MixerLayer]
 ) -> DecoderParts:
     decoder: Any = model.base_model
     _require(hasattr(model, "lm_head"), "it has no lm_head")
     _require_children(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"}, allowed={"rotary_emb_local"})
-    embedding, norm, head = (_of_this_stage(each) for each in (decoder.embed_tokens, decoder.norm, model.lm_head))
+    modules = decoder.embed_tokens, _find(decoder, "norm"), model.lm_head
+    embedding, norm, head = (_of_this_stage(each) for each in modules)
     _require(head is None or type(head) is nn.Linear, "its lm_head is no linear layer")
     _require(embedding is None or isinstance(own_part(embedding), nn.Embedding), "its embedding is no nn.Embedding")
     _require_unshared(model, embedding)
@@ -185,16 +215,19 @@ def _read_decoder(
     layers = []
     for index, layer in own_layers.items():
         if (spec := by_index.get(index)) is not None:
-            layers.append(_read_layer(layer, spec, _rotary_of(model, spec, num_positions, tables)))
+            rotary = _rotary_of(model, spec, num_positions, tables)
+            layers.append(_read_layer(layer, "self_attn", partial(_read_attention, spec=spec, rotary=rotary)))
         else:
             _require(index in recurrent, "it has layers without attention")
-            layers.append(_read_recurrent_layer(layer, recurrent[index]))
+            layers.append(_read_layer(layer, "linear_attn", partial(_recurrent_parts, recurrent[index])))
     return DecoderParts(
         embedding=embedding,
         layers=layers,
         norm=_read_norm(norm) if norm is not None else None,
         head=head,
         logit_softcap=getattr(model.config, "final_logit_softcapping", None),
+        embedding_multiplier=getattr(decoder, "embedding_multiplier", 1.0),
+        logit_divisor=getattr(model.config, "logits_scaling", 1.0),
     )
 
 
@@ -214,31 +247,27 @@ def _read_divided(module: Any) -> RowParallelLinear | None:
     return module
 
 
-def _read_layer(layer: Any, spec: LayerSpec, rotary: Rotary) -> LayerParts:
+def _read_layer(layer: Any, mixer: str, read: Callable[[Any], AttentionParts | RecurrentParts]) -> LayerParts:
+    """`read` reads the child with the name `mixer`."""
     has_output_norms = hasattr(layer, "pre_feedforward_layernorm")
-    _require_children(layer, _LAYER_CHILDREN if has_output_norms else _LAYER_CHILDREN - _OUTPUT_NORMS)
+    children = _LAYER_CHILDREN - {"self_attn"} | {mixer}
+    _require_children(layer, children if has_output_norms else children - _OUTPUT_NORMS)
+    multiplier = getattr(layer, "residual_multiplier", 1.0)
+    _require(multiplier == 1 or not has_output_norms, "it multiplies normed outputs")
+    second_norm = _read_norm(_find(layer, "post_attention_layernorm"))
     return LayerParts(
-        attention=_read_attention(layer.self_attn, spec, rotary),
-        mlp=_read_mlp(layer.mlp),
-        input_norm=_read_norm(layer.input_layernorm),
-        attention_norm=_read_norm(layer.post_attention_layernorm) if has_output_norms else None,
-        mlp_input_norm=_read_norm(
-            layer.pre_feedforward_layernorm if has_output_norms else layer.post_attention_layernorm
-        ),
+        attention=read(_find(layer, mixer)),
+        mlp=_read_mlps(layer),
+        input_norm=_read_norm(_find(layer, "input_layernorm")),
+        attention_norm=second_norm if has_output_norms else None,
+        mlp_input_norm=_read_norm(layer.pre_feedforward_layernorm) if has_output_norms else second_norm,
         mlp_norm=_read_norm(layer.post_feedforward_layernorm) if has_output_norms else None,
+        multiplier=multiplier,
     )
 
 
-def _read_recurrent_layer(layer: Any, recurrent: CompiledLayer) -> LayerParts:
-    _require_children(layer, _LAYER_CHILDREN - _OUTPUT_NORMS - {"self_attn"} | {"linear_attn"})
-    return LayerParts(
-        attention=RecurrentParts([recurrent.projection], recurrent.output, recurrent),
-        mlp=_read_mlp(layer.mlp),
-        input_norm=_read_norm(layer.input_layernorm),
-        attention_norm=None,
-        mlp_input_norm=_read_norm(layer.post_attention_layernorm),
-        mlp_norm=None,
-    )
+def _recurrent_parts(layer: MixerLayer, _: nn.Module) -> RecurrentParts:
+    return RecurrentParts([layer.projection], layer.output, layer)
 
 
 def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> AttentionParts:
@@ -246,7 +275,8 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     _require_children(attention, {"o_proj", *names}, allowed=_ATTENTION_CHILDREN)
     _require(bool(getattr(attention, "use_rope", True)), "it has layers without a rotary embedding")
     _require_pairs_of_halves(sys.modules[type(attention).__module__])
-    projections, output = [getattr(attention, name) for name in names], own_part(attention.o_proj)
+    joined = _find(attention, "o_proj")
+    projections, output = [getattr(attention, name) for name in names], own_part(joined)
     _require_linear(*projections, output)
     _require(spec.key_dim == spec.value_dim, "its keys and values differ in size")
     num_heads = output.weight.shape[1] // spec.value_dim
@@ -257,7 +287,8 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
         num_outputs, has_gates = num_outputs + num_queries, True
     _require(sum(each.weight.shape[0] for each in projections) == num_outputs, "its projections have other sizes")
     _require(2 * rotary.cosines.shape[1] <= spec.key_dim, "its rotary embedding is larger than its heads")
-    norms = [_read_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    found = (_find(attention, name) for name in ("q_norm", "k_norm"))
+    norms = [_read_norm(each) for each in found if each is not None]
     _require(all(norm.weights.shape == (spec.key_dim,) for norm in norms), "it norms whole queries")
     _require(len({norm.epsilon for norm in norms}) <= 1 and len(norms) in (0, 2), "it norms queries or keys alone")
     own = {name for name, _ in attention.named_parameters(recurse=False)}
@@ -267,7 +298,7 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     return AttentionParts(
         projections=projections,
         output=output,
-        divided=_read_divided(attention.o_proj),
+        divided=_read_divided(joined),
         num_heads=num_heads,
         head_norms=(norms[0], norms[1]) if norms else None,
         rotary=rotary,
@@ -296,26 +327,36 @@ def _rotate_half(values: Tensor) -> Tensor:
     return torch.cat([-second, first], dim=-1)
 
 
+def _read_mlps(layer: Any) -> MLPParts | ExpertsParts | SumParts | nn.Module:
+    mlps = [_read_mlp(each) for each in _find_all(layer, "mlp")]
+    if len(mlps) == 1:
+        return mlps[0]
+    _require(all(getattr(each, "divided", None) is None for each in mlps), "its shared experts are divided")
+    return SumParts(mlps)
+
+
 def _read_mlp(mlp: Any) -> MLPParts | ExpertsParts | nn.Module:
-    is_merged = hasattr(mlp, "gate_up_proj")
-    output = own_part(getattr(mlp, "down_proj", None))
-    if not isinstance(output, nn.Linear) or not (is_merged or hasattr(mlp, "gate_proj")):
+    merged, joined = _find(mlp, "gate_up_proj"), _find(mlp, "down_proj")
+    projections = [merged] if merged is not None else [_find(mlp, "gate_proj"), _find(mlp, "up_proj")]
+    output = own_part(joined)
+    if not isinstance(output, nn.Linear) or projections[0] is None:
         assert isinstance(mlp, nn.Module)
         return _read_experts(mlp) or mlp
-    projections = [mlp.gate_up_proj] if is_merged else [mlp.gate_proj, mlp.up_proj]
     _require_linear(*projections, output)
-    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    activation = _activation_name(function)
+    function = _find(mlp, "act_fn")
+    activation = "silu" if function is None else _activation_name(function)  # LFM2 names none
     if activation is None:
         raise NotRecognised(f"its activation is {type(function).__name__}")
-    return MLPParts(projections, output, activation, _read_divided(mlp.down_proj))
+    return MLPParts(projections, output, activation, _read_divided(joined))
 
 
 def _read_experts(block: Any) -> ExpertsParts | None:
     """Read a router and stacked experts. None for a module with other parameters."""
-    if {name for name, _ in block.named_parameters()} != {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}:
+    stacked = {"experts.gate_up_proj", "experts.down_proj"}
+    names = {name for name, _ in block.named_parameters()}
+    if names not in ({"gate.weight", *stacked}, {"router.weight", *stacked}):
         return None
-    router, experts = block.gate, block.experts
+    router, experts = _find(block, "gate"), block.experts
     activation, num_chosen = _activation_name(getattr(experts, "act_fn", None)), getattr(router, "top_k", None)
     if activation is None or not isinstance(num_chosen, int):
         return None
@@ -363,7 +404,10 @@ def _read_norm(module: Any) -> Norm:
 
 def _rotary_of(model: PreTrainedModel, spec: LayerSpec, num_positions: int, tables: dict[str | None, Rotary]) -> Rotary:
     """Return the rotary embedding of a layer. Layers of one type share it."""
-    module: Any = model.base_model.rotary_emb
+    module = _find(model.base_model, "rotary_emb")
+    if module is None:
+        nothing = torch.empty(num_positions, 0, dtype=torch.float32, device=model.device)
+        return Rotary(_constant(nothing), _constant(nothing))
     layer_type: str | None = model.config.layer_types[spec.layer_index] if isinstance(module.rope_type, dict) else None
     if layer_type not in tables:
         positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
@@ -394,13 +438,28 @@ def _require_linear(*modules: Any) -> None:
         _require(type(module) is nn.Linear and not has_hooks, f"{type(module).__name__} is no plain linear layer")
 
 
+def _names(name: str) -> tuple[str, ...]:
+    return name, *_OTHER_NAMES.get(name, ())
+
+
+def _find_all(module: Any, name: str) -> list[Any]:
+    """Return the parts with any of the names for `name`."""
+    found = (getattr(module, each, None) for each in _names(name))
+    return [each for each in found if each is not None]
+
+
+def _find(module: Any, name: str) -> Any:
+    """Return the first of these parts. None: there is none."""
+    return next(iter(_find_all(module, name)), None)
+
+
 def _require_children(module: nn.Module, required: set[str], allowed: set[str] | None = None) -> None:
     """Children with weights have to be known; others, such as a dropout, do nothing here."""
     children = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     name = type(module).__name__
-    missing = {each for each in required if not hasattr(module, each)}
+    missing = {each for each in required if not any(hasattr(module, alias) for alias in _names(each))}
     _require(not missing, f"{name} has no {', '.join(sorted(missing))}")
-    unknown = children - required - (allowed or set())
+    unknown = children - {alias for each in required | (allowed or set()) for alias in _names(each)}
     _require(not unknown, f"{name} has {', '.join(sorted(unknown))}")
 
 

@@ -6,15 +6,11 @@ Shapes: T tokens of the step, R rows, S slots, W outputs of the projection, and 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from millrace.worker.kernels.library import KERNEL_DTYPES, Kernels, RecurrenceCall, check
-from millrace.worker.linear.modules import widened_linear
 from millrace.worker.recurrent.mixer import CONVOLUTION, Mixer
 
 MOST_TAPS = 8
@@ -79,6 +75,13 @@ class CompiledMixer:
         self._call.conv_states = grown[0].data_ptr()
         self._call.states = grown[1].data_ptr() if self._has_states else None
 
+    def release(self) -> None:
+        self.states = []
+
+    def rows(self, query_starts: list[int], slots: Tensor, is_new: Tensor) -> CompiledRows:
+        """Return the rows of a step. `slots` [R] and `is_new` [R] are on the host."""
+        return CompiledRows(query_starts, slots, is_new)
+
     def run(self, projected: Tensor, rows: CompiledRows, output: Tensor | None = None) -> Tensor:
         """Return, or write to `output`, the results [T, Hv * Dv] for contiguous outputs [T, W] of the projections."""
         assert projected.is_contiguous() and projected.shape == (rows.query_starts[-1], self._call.width)
@@ -90,60 +93,3 @@ class CompiledMixer:
         call.input, call.output, call.num_threads = projected.data_ptr(), output.data_ptr(), torch.get_num_threads()
         check(self._run(self._pointer))
         return output
-
-
-class CompiledLayer:
-    """Takes the place of the forward of a recurrent module."""
-
-    def __init__(self, kernels: Kernels, mixer: Mixer, dtype: torch.dtype) -> None:
-        self._mixer, self._dtype = mixer, dtype
-        self.projection, self.output, self.output_width = mixer.merge_projections(), mixer.output, mixer.output_width
-        self._compiled = CompiledMixer(kernels, mixer, self.projection.out_features, dtype)
-        self.rows: CompiledRows | None = None
-
-    def take_over(self, module: Any) -> None:
-        """Replace the forward of the module, and several projections by one."""
-        module.forward = self.forward
-        if len(self._mixer.projections) == 1:
-            return
-        for name in self._mixer.projections:
-            delattr(module, name)
-        module.projection = self.projection
-        if self.projection.weight.dtype != self._dtype:  # until it is packed
-            self.projection.forward = partial(widened_linear, self.projection, self._dtype)  # type: ignore[method-assign]
-
-    @property
-    def num_slots(self) -> int:
-        return self._compiled.num_slots
-
-    def allocate(self, num_slots: int) -> None:
-        self._compiled.allocate(num_slots)
-
-    def release(self) -> None:
-        self._compiled.states = []
-
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._compiled.states)
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:  # [1, T, H]
-        if self.rows is None:  # a pass that looks at the attention layers
-            return torch.zeros_like(hidden_states)
-        results: Tensor = self.output(self.mix(self.projection(hidden_states[0])))
-        return results.unsqueeze(0)
-
-    def mix(self, projected: Tensor, output: Tensor | None = None) -> Tensor:
-        """See `CompiledMixer.run`."""
-        assert self.rows is not None, "RecurrentStates.begin comes first"
-        return self._compiled.run(projected, self.rows, output)
-
-    def in_parts(self, hidden: Tensor, lengths: Iterable[int]) -> Tensor:  # [1, T, H] -> [1, T, H]
-        """Return the results of a sequence that is computed in parts of these lengths, before any weights are packed."""
-        self.allocate(2)
-        parts: list[Tensor] = []
-        for part in hidden[0].split(list(lengths)):
-            is_new = torch.tensor([not parts], dtype=torch.bool, device="cpu")
-            rows = CompiledRows([0, len(part)], torch.ones(1, dtype=torch.int32, device="cpu"), is_new)
-            results = self._compiled.run(widened_linear(self.projection, self._dtype, part), rows)
-            parts.append(widened_linear(self.output, self._dtype, results))
-        self.release()
-        return torch.cat(parts).unsqueeze(0)

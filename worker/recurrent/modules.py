@@ -96,6 +96,10 @@ class ModuleLayer:
         return next(child.weight.dtype for child in self.module.children() if isinstance(child, nn.Conv1d))
 
     @property
+    def device(self) -> torch.device:
+        return next(child.weight.device for child in self.module.children() if isinstance(child, nn.Conv1d))
+
+    @property
     def num_slots(self) -> int:
         return max(map(len, self.states.values()), default=0)
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.fuse import waits_for_device
@@ -20,7 +21,7 @@ from millrace.worker.fusion.mlp import Experts, NormedMLP
 from millrace.worker.fusion.structure import NotRecognised, read_structure
 from millrace.worker.kernels.library import find_kernels
 from tests.worker.driver import Driver, Request, start_worker
-from tests.worker.models import CONFIGS, build_model, make_model
+from tests.worker.models import CONFIGS, MULTIPLIERS, build_model, make_model
 from tests.worker.test_parity import MAX_TOKENS, check_against_transformers, prompts
 
 pytestmark = pytest.mark.skipif(find_kernels() is None, reason="the compiled kernels were not built")
@@ -48,6 +49,23 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite_swa": ("llama", {"model_type": "granite_swa", "rope_parameters": None, "sliding_window": 24}),
+    "granite": ("llama", {"model_type": "granite", "rope_parameters": None, **MULTIPLIERS}),
+    "granitemoe": (
+        "llama",
+        {"model_type": "granitemoe", "rope_parameters": None, "num_local_experts": 4, **MULTIPLIERS},
+    ),
+    "granitemoehybrid, no rotary embedding": (
+        "llama",
+        {
+            "model_type": "granitemoehybrid",
+            "rope_parameters": None,
+            "layer_types": ["full_attention"] * 3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 96,
+            **MULTIPLIERS,
+        },
+    ),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "seed": 2}),
 }
 """Recognised besides CONFIGS: base and overrides."""
@@ -173,18 +191,32 @@ def test_what_only_looks_like_a_known_structure_runs_through_the_modules(
     check_against_transformers(tmp_path, requests)
 
 
-@pytest.mark.parametrize(
-    "overrides", [{"residual_multiplier": 0.7}, {"embedding_multiplier": 3.0}, {"logits_scaling": 0.5}]
-)
+@pytest.mark.parametrize("changed", [LlamaMLP, LlamaDecoderLayer, nn.Embedding, None])
 def test_a_model_that_computes_something_else_is_rejected_by_its_numbers(
-    overrides: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    changed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", tmp_path, model_type="granite", **overrides)
+    if changed is None:  # multiplies by what Granite divides by
+        make_model("llama", tmp_path, model_type="hyperclovax", use_post_norm=False, logits_scaling=0.5)
+    else:
+        make_model("llama", tmp_path)
+        forward = changed.forward
+        monkeypatch.setattr(changed, "forward", lambda *args, **options: 0.7 * forward(*args, **options))
     with caplog.at_level(logging.INFO):
         requests, decoder = run(tmp_path)
     assert decoder is None
-    assert "the logits of GraniteForCausalLM differ by" in caplog.text
+    assert f"the logits of {'HyperCLOVAX' if changed is None else 'Llama'}ForCausalLM differ by" in caplog.text
     check_against_transformers(tmp_path, requests)
+
+
+@pytest.mark.parametrize(("divisor", "has_argmax"), [(0.4, False), (0.5, True), (1.0, True)])
+def test_greedy_tokens_need_all_logits_where_a_division_may_make_them_equal(
+    divisor: float, has_argmax: bool, tmp_path: Path
+) -> None:
+    make_model("llama", tmp_path, model_type="granite", logits_scaling=divisor)
+    worker = start_worker(tmp_path)
+    assert worker.runner is not None and worker.runner.decoder is not None
+    assert worker.runner.decoder.has_argmax == has_argmax
+    check_against_transformers(tmp_path, Driver(worker, seed=1).run(prompts(1), MAX_TOKENS))
 
 
 @pytest.mark.parametrize(("max_model_len", "is_fused"), [(32, True), (33, False), (512, False)])

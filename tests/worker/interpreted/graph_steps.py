@@ -163,13 +163,18 @@ class CaptureDouble:
         return found | {"last tokens": self._runner._sequences.last_tokens.data_ptr()}
 
 
-def use_graphs(worker: Rank, *, is_alone: bool = True) -> tuple[StepGraphs, CaptureDouble]:
+def use_graphs(worker: Rank, **options: bool) -> tuple[StepGraphs, CaptureDouble]:
     assert worker.runner is not None
-    return add_graphs(worker.runner, is_alone=is_alone)
+    return add_graphs(worker.runner, **options)
 
 
 def add_graphs(
-    runner: Runner, *, max_num_seqs: int = MAX_NUM_SEQS, is_alone: bool = True, width: int = 32
+    runner: Runner,
+    *,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    is_alone: bool = True,
+    decodes_only: bool = False,
+    width: int = 32,
 ) -> tuple[StepGraphs, CaptureDouble]:
     assert runner.decoder is not None
     for layer in runner._pool.layers.values():  # what it has not been given may be NaN, which equals nothing
@@ -180,6 +185,7 @@ def add_graphs(
         *(runner.decoder, TritonAttention(), runner._sequences, max_num_seqs, 16, width, double),
         all_logits=runner._all_logits,
         is_alone=is_alone,
+        decodes_only=decodes_only,
     )
     return runner._graphs, double
 

@@ -22,8 +22,10 @@ from millrace.worker.graph_kinds import Kind
 from millrace.worker.linear import linear_triton
 from millrace.worker.linear.linear_triton import FewRowsLinear
 from millrace.worker.rank import Rank
+from millrace.worker.recurrent import states
+from millrace.worker.recurrent.mixer_triton import TritonMixer
 from millrace.worker.runner import Runner
-from tests.worker.driver import GREEDY, start_worker
+from tests.worker.driver import GREEDY, Driver, start_worker
 from tests.worker.interpreted.graph_steps import (
     DRAWN,
     LIMITED,
@@ -65,6 +67,26 @@ def test_tokens_are_those_of_eager_steps(
     assert double.num_replays > len(found.kinds) >= 3
     assert {kind.num_rows for kind in found.kinds} <= {1, 2, 4, MAX_NUM_SEQS}
     assert {kind.is_decode for kind in found.kinds} == {True, False}
+
+
+@pytest.mark.usefixtures("for_all_steps")
+def test_decode_steps_of_recurrent_layers_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside eager steps of prompts, with sequences that come and go."""
+    monkeypatch.setattr(states, "_find_operation", lambda _: TritonMixer)
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    make_model("qwen3_5", tmp_path, **SMALL | layers)
+    worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
+
+    def outputs() -> list[list[int]]:
+        prompts = [[5, 9, 30], [7], [200, 300], [8, 8], [41]]
+        rows = [SAMPLING[index % len(SAMPLING)] for index in range(len(prompts))]
+        return [request.output for request in Driver(worker, 1, keeps_logits=False).run(prompts, 6, rows)]
+
+    expected = outputs()
+    found, double = use_graphs(worker, decodes_only=True)
+    assert outputs() == expected
+    assert double.num_replays > len(found.kinds) >= 2
+    assert all(kind.is_decode for kind in found.kinds)
 
 
 def chunks(worker: Rank, lengths: list[int], steps: list[list[tuple[int, int]]]) -> list[list[int]]:
