@@ -96,10 +96,10 @@ def fuse(
 
 def _begin_anew(states: RecurrentStates, batch: StepBatch) -> None:
     """Begin a step whose sequences have no states yet."""
-    states.release()
     if states:
         assert batch.on_host is not None
         states.allocate(int(batch.on_host.tensors["token_slots"].max()) + 1)
+        states.clear()
         states.begin(batch.on_host)
 
 

@@ -64,11 +64,12 @@ class CompiledMixer:
         return len(self.states[0]) if self.states else 0
 
     def allocate(self, num_slots: int) -> None:
-        """Make space for the states of so many sequences. Keeps those that there are."""
+        """Make space for the states of so many sequences. Keeps those that there are. Memory is taken when a sequence first
+        has a slot: a row that begins one does not read it."""
         if self.num_slots >= num_slots:
             return
         shapes = self._shapes if self._has_states else self._shapes[:1]
-        grown = [torch.zeros(num_slots, *shape, dtype=torch.float32, device="cpu") for shape in shapes]
+        grown = [torch.empty(num_slots, *shape, dtype=torch.float32, device="cpu") for shape in shapes]
         for old, new in zip(self.states, grown, strict=False):
             new[: len(old)] = old
         self.states = grown

@@ -108,7 +108,7 @@ class ModuleLayer:
             return
         _, cache = self._compute(self.example(1), {})
         for key, example in self._states_of(cache).items():
-            states = example.new_zeros(num_slots, *example.shape[1:])
+            states = example.new_empty(num_slots, *example.shape[1:])  # on a CPU it takes no memory before it is used
             if key in self.states:
                 states[: len(self.states[key])] = self.states[key]
             self.states[key] = states

@@ -71,6 +71,13 @@ class RecurrentStates:
         for layer in self._layers:
             layer.release()
 
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Let the states be those of sequences without tokens."""
+        for mixer in self.mixers.values():
+            for tensor in mixer.operation.states:
+                tensor.zero_()
+
     def num_bytes(self) -> int:
         return sum(layer.num_bytes() for layer in self._layers)
 

@@ -227,7 +227,7 @@ def test_results_do_not_depend_on_other_rows_chunks_or_threads(kernels: Kernels,
     beside = make(kernels, case, torch.float32)
     others = torch.cat([tokens, randn(90, case.width, seed=10)])
     assert torch.equal(beside.run(others, rows_of([0, 700, 790]))[:700], expected)
-    for one, two, three in zip(whole.states, parts.states, beside.states, strict=True):
+    for one, two, three in zip(*(states_of(each, kernels, case) for each in (whole, parts, beside)), strict=True):
         assert torch.equal(one[SLOTS[0]], two[SLOTS[0]]) and torch.equal(one[SLOTS[0]], three[SLOTS[0]])
 
 
@@ -246,7 +246,7 @@ def test_a_nan_stays_in_its_row_and_a_new_sequence_has_none(kernels: Kernels, na
     slot = SLOTS[1]
     new = CompiledRows([0, 1], torch.tensor([slot]), torch.tensor([True]))
     assert mixer.run(tokens[:1], new).isfinite().all()
-    assert all(states[slot].isfinite().all() for states in mixer.states)
+    assert all(states[slot].isfinite().all() for states in states_of(mixer, kernels, case))
 
 
 @torch.inference_mode()
