@@ -17,7 +17,7 @@ from millrace.worker.kernels.library import find_kernels
 from millrace.worker.linear import choice
 from tests.worker.driver import GREEDY, Driver, Request, start_worker
 from tests.worker.fusion.test_fuse import MORE
-from tests.worker.models import CONFIGS, VOCAB_SIZE, make_model
+from tests.worker.models import CONFIGS, RECURRENT, VOCAB_SIZE, make_model
 
 NUM_PROMPTS, MAX_TOKENS = 8, 14
 OPTIONS = {"batch_invariant": True, "block_size": 16, "max_num_seqs": NUM_PROMPTS, "max_num_batched_tokens": 512}
@@ -43,13 +43,13 @@ def run(path: Path, seed: int, chosen: slice, *, preempts: bool = True, **option
 
 @no_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [*CONFIGS, "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", [*CONFIGS, "mixtral", "qwen3_moe", "qwen3_5", "granite", "lfm2"])
 def test_a_token_has_the_same_bits_in_any_batch_and_chunk(name: str, dtype: str, tmp_path: Path) -> None:
     check_bits(name, tmp_path, dtype=dtype)
 
 
 def check_bits(name: str, path: Path, **options: Any) -> None:
-    base, overrides = MORE.get(name, (name, {}))
+    base, overrides = (name, {}) if name in RECURRENT else MORE.get(name, (name, {}))
     make_model(base, path, **overrides)
     together = run(path, 1, slice(None), **options)
     otherwise = run(path, 2, slice(None), preempts=False, **options)
@@ -58,6 +58,17 @@ def check_bits(name: str, path: Path, **options: Any) -> None:
         for other in (together[index], otherwise[index]):
             assert other.output == alone.output
             assert torch.equal(torch.stack(other.logits), torch.stack(alone.logits))
+
+
+@no_kernels
+def test_long_rows_of_recurrent_layers_are_not_rounded(tmp_path: Path) -> None:
+    """`test_recurrence.py` has what that means for the results."""
+    make_model("qwen3_5", tmp_path)
+    for batch_invariant in (False, True):
+        worker = start_worker(tmp_path, **OPTIONS | {"batch_invariant": batch_invariant})
+        assert worker._model.states is not None
+        operations: list[Any] = [mixer.operation for mixer in worker._model.states.mixers.values()]
+        assert {bool(operation._call.rounds) for operation in operations} == {not batch_invariant}
 
 
 @pytest.mark.parametrize(

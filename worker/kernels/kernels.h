@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 22
+#define MILLRACE_KERNELS_VERSION 23
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -122,6 +122,7 @@ struct recurrence {
     const uint8_t *is_new;       /* [R], 1: the row begins its sequence, whose state is zero */
     int64_t num_rows, num_threads;
     int64_t rule, dtype; /* dtype: of input and output */
+    int64_t rounds;      /* 1: what is multiplied of many tokens may be rounded to bfloat16, if dtype is that */
     const void *input;   /* [T, W], contiguous */
     void *output;        /* [T, Hv * Dv], or [T, C] */
     int64_t width;       /* W */
@@ -169,7 +170,8 @@ struct kernels {
     int panel_outputs; /* outputs of a panel of packed weights */
     void (*norm)(const struct norm *call);
     void (*gate)(const struct gate *call);
-    /* Return 0, or -1 if there is no memory. A row's result does not depend on the other rows. */
+    /* Return 0, or -1 if there is no memory. A row's result does not depend on the other rows; without `rounds` neither on
+     * how its tokens are divided over calls. */
     int (*recurrence)(const struct recurrence *call);
 };
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 22
+VERSION = 23
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -108,7 +108,7 @@ class RecurrenceCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query_starts", "slots", "is_new")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_threads", "rule", "dtype")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_threads", "rule", "dtype", "rounds")),
         *((name, ctypes.c_void_p) for name in ("input", "output")),
         *((name, ctypes.c_int64) for name in ("width", "conv_at", "factor_at", "gate_at", "step_at", "gain_at")),
         *((name, ctypes.c_int64) for name in ("query_at", "key_at", "value_at", "num_channels", "num_taps")),

@@ -2,7 +2,8 @@
 
 enum {
     MOST_TAPS = 8,    /* of a convolution */
-    PART_TOKENS = 256 /* that pass a layer at a time, so that what is between its phases stays in the cache */
+    PART_TOKENS = 256, /* that pass a layer at a time, so that what is between its phases stays in the cache */
+    FACTORS = 3,
 };
 
 static inline float sigmoid(float x)
@@ -20,7 +21,7 @@ struct step_part {
     int64_t begin, end;
     int64_t first_row, end_row; /* rows that have tokens in the part */
     float *mixed;               /* [end - begin, C], the convolved entries */
-    float *factors;             /* [end - begin, Hv, 2], of the state, and of what a token adds to it */
+    float *factors;             /* [end - begin, Hv, FACTORS], of the state, of what a token adds to it, log of the first */
     float *results;             /* [end - begin, Hv, Dv] */
 };
 
@@ -98,11 +99,12 @@ static void scale_to_length_1(float *vector, int64_t size, float factor)
 static void prepare_token(const struct recurrence *c, const struct step_part *part, int64_t t)
 {
     float *mixed = part->mixed + (t - part->begin) * c->num_channels;
-    float *factors = part->factors + (t - part->begin) * c->num_heads * 2;
-    for (int64_t head = 0; head < c->num_heads; head++) {
+    float *factors = part->factors + (t - part->begin) * c->num_heads * FACTORS;
+    for (int64_t head = 0; head < c->num_heads; head++, factors += FACTORS) {
         float step = softplus(item(c->input, t * c->width + c->step_at + head, c->dtype) + c->step_bias[head]);
-        factors[2 * head] = expf(c->rates[head] * step);
-        factors[2 * head + 1] =
+        factors[2] = c->rates[head] * step;
+        factors[0] = expf(factors[2]);
+        factors[1] =
             c->rule == STATE_SPACE
                 ? step
                 : c->gain * sigmoid(item(c->input, t * c->width + c->gain_at + head, c->dtype));
@@ -114,6 +116,11 @@ static void prepare_token(const struct recurrence *c, const struct step_part *pa
         }
 }
 
+static inline float *state_of(const struct recurrence *c, int64_t slot, int64_t head)
+{
+    return c->states + (slot * c->num_heads + head) * c->state_dim * c->key_dim;
+}
+
 /* Run the recurrence of `n` vectors of a head's values over the tokens of a row. Their part of the state is contiguous, or
  * its lines would compete for the same places of the nearest cache. */
 static ALWAYS_INLINE void recur_columns(const struct recurrence *c, const struct step_part *part, struct row_tokens row,
@@ -121,16 +128,14 @@ static ALWAYS_INLINE void recur_columns(const struct recurrence *c, const struct
 {
     const int64_t stride = n * LANES;
     int64_t key_head = head / (c->num_heads / c->num_key_heads);
-    float *state = c->states + ((row.slot * c->num_heads + head) * c->state_dim + column) * c->key_dim;
+    float *state = state_of(c, row.slot, head) + column * c->key_dim;
     int64_t lanes = smaller(n * LANES, c->value_dim - column);
     vf skip = splat(c->skips == NULL ? 0 : c->skips[head]);
-    if (row.begins_sequence)
-        memset(state, 0, c->key_dim * stride * sizeof(float));
     for (int64_t t = row.begin; t < row.end; t++) {
         const float *mixed = part->mixed + (t - part->begin) * c->num_channels;
         const float *query = mixed + c->query_at + key_head * c->key_dim;
         const float *key = mixed + c->key_at + key_head * c->key_dim;
-        const float *factors = part->factors + ((t - part->begin) * c->num_heads + head) * 2;
+        const float *factors = part->factors + ((t - part->begin) * c->num_heads + head) * FACTORS;
         vf decay = splat(factors[0]), gain = splat(factors[1]), values[n], added[n], sums[n];
         UNROLLED for (int j = 0; j < n; j++) {
             int64_t at = c->value_at + head * c->value_dim + column + j * LANES;
@@ -161,21 +166,35 @@ static ALWAYS_INLINE void recur_columns(const struct recurrence *c, const struct
     }
 }
 
+#include "recurrence_matrices.inc.h"
+
+/* Run the recurrence of a head over the tokens of a row. */
+static void recur_head(const struct recurrence *c, const struct step_part *part, struct row_tokens row, int64_t head)
+{
+    int64_t columns = padded(c->value_dim), wide = columns / (4 * LANES) * 4 * LANES;
+    if (row.begins_sequence)
+        memset(state_of(c, row.slot, head), 0, columns * c->key_dim * sizeof(float));
+#if HAS_TILES
+    if (row.end - row.begin >= GROUP_TOKENS && uses_groups(c)) {
+        struct group group;
+        for (; row.end - row.begin >= GROUP_TOKENS; row.begin += GROUP_TOKENS)
+            recur_group(c, part, row.begin - part->begin, head, state_of(c, row.slot, head), &group);
+        release_registers();
+    }
+#endif
+    for (int64_t column = 0; column < wide; column += 4 * LANES)
+        recur_columns(c, part, row, head, column, 4);
+    for (int64_t column = wide; column < columns; column += LANES)
+        recur_columns(c, part, row, head, column, 1);
+}
+
 static void recur(const struct recurrence *c, const struct step_part *part)
 {
-    int64_t columns = padded(c->value_dim), wide = columns / (4 * LANES), narrow_ones = columns / LANES % 4;
-    int64_t units = wide + narrow_ones, num_rows = part->end_row - part->first_row;
-    struct region region =
-        begin_region((part->end - part->begin) * c->num_heads * c->key_dim * columns * 3, c->num_threads);
+    int64_t num_rows = part->end_row - part->first_row, num_tokens = part->end - part->begin;
+    struct region region = begin_region(num_tokens * c->num_heads * c->key_dim * c->state_dim * 3, c->num_threads);
 #pragma omp parallel for num_threads(region.num_threads) schedule(dynamic)
-    for (int64_t unit = 0; unit < num_rows * c->num_heads * units; unit++) {
-        struct row_tokens row = tokens_of_row(c, part, part->first_row + unit / units / c->num_heads);
-        int64_t head = unit / units % c->num_heads, piece = unit % units;
-        if (piece < wide)
-            recur_columns(c, part, row, head, piece * 4 * LANES, 4);
-        else
-            recur_columns(c, part, row, head, (4 * wide + piece - wide) * LANES, 1);
-    }
+    for (int64_t unit = 0; unit < num_rows * c->num_heads; unit++)
+        recur_head(c, part, tokens_of_row(c, part, part->first_row + unit / c->num_heads), unit % c->num_heads);
     end_region(region);
 }
 
@@ -219,12 +238,12 @@ static int recurrence(const struct recurrence *c)
 {
     int64_t num_tokens = c->query_starts[c->num_rows], most = smaller(num_tokens, PART_TOKENS);
     int64_t result_size = c->num_heads * c->value_dim;
-    float *memory = malloc(sizeof(float) * most * (c->num_channels + 2 * c->num_heads + result_size));
+    float *memory = malloc(sizeof(float) * most * (c->num_channels + FACTORS * c->num_heads + result_size));
     if (memory == NULL)
         return -1;
     struct step_part part = {.end = 0, .mixed = memory};
     part.factors = part.mixed + most * c->num_channels;
-    part.results = part.factors + most * 2 * c->num_heads;
+    part.results = part.factors + most * FACTORS * c->num_heads;
     while (part.end < num_tokens) {
         part.begin = part.end;
         part.end = smaller(num_tokens, part.begin + PART_TOKENS);

@@ -88,7 +88,7 @@ def load_model(
             logger.info("transformers converts the checkpoint, because %s", difference)
             model = _load_converted(model, part, weights, topology, device, dtype)
     rope = fix_frequencies(model, max_model_len)
-    states = RecurrentStates(model)
+    states = RecurrentStates(model, batch_invariant=config.batch_invariant)
     with timed(logger, "probe"):
         specs = _probe(model, part, peers)
     check_windows(model_config, specs, max_model_len)

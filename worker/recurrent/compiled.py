@@ -31,8 +31,9 @@ class CompiledRows:
 class CompiledMixer:
     """Computes what a layer does between its projections, and owns the states of its sequences."""
 
-    def __init__(self, kernels: Kernels, mixer: Mixer, width: int, dtype: torch.dtype) -> None:
-        """`width`: W. `dtype`: of the activations."""
+    def __init__(self, kernels: Kernels, mixer: Mixer, width: int, dtype: torch.dtype, *, rounds: bool = True) -> None:
+        """`width`: W. `dtype`: of the activations. `rounds`: whether in bfloat16 long rows may be computed by products of
+        matrices of that format. Then a result depends on how the tokens of its sequence are divided over steps."""
         names = ("conv_weights", "conv_bias", "rates", "step_bias", "skips", "norm_weights")
         self._constants = {name: tensor for name in names if (tensor := getattr(mixer, name)) is not None}
         state_dim = -(-mixer.value_dim // _STATE_VALUES) * _STATE_VALUES
@@ -41,6 +42,7 @@ class CompiledMixer:
         self._call = RecurrenceCall(
             rule=mixer.rule,
             dtype=KERNEL_DTYPES[dtype],
+            rounds=rounds,
             width=width,
             num_channels=mixer.num_channels,
             num_taps=len(mixer.conv_weights),

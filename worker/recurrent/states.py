@@ -25,7 +25,7 @@ from millrace.worker.triton_support import find_triton
 
 logger = logging.getLogger("millrace.worker")
 
-_CHECKED_PARTS = (5, 1, 1, 6)
+_CHECKED_PARTS = (5, 1, 1, 38)
 """Tokens of a sequence that is computed in parts, for the check."""
 _LARGEST_DIFFERENCE = {torch.float32: 1e-3}
 """Between a sequence in parts and at once, as a share of the result. Other number formats: 0.05."""
@@ -35,7 +35,7 @@ class RecurrentStates:
     """Owns the states of a model's recurrent layers, and computes these layers in a step."""
 
     @torch.no_grad()  # not inference_mode: the weights are ordinary tensors
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, batch_invariant: bool = False) -> None:
         """Take over the forward of the modules. Raises `ModelError` for one that cannot continue a sequence."""
         self._device = model.device
         self.mixers: dict[int, MixerLayer] = {}
@@ -46,8 +46,8 @@ class RecurrentStates:
         for module in recurrent_modules(model):
             layer = ModuleLayer(module, model.config)
             if type(module) not in checked:
-                checked[type(module)] = _check(layer)
-            mixer = _mixer_layer(layer) if checked[type(module)] else None
+                checked[type(module)] = _check(layer, rounds=not batch_invariant)
+            mixer = _mixer_layer(layer, rounds=not batch_invariant) if checked[type(module)] else None
             if mixer is None:
                 self._modules.append(layer)
             else:
@@ -96,7 +96,7 @@ class RecurrentStates:
                 module.rows = of_modules
 
 
-def _check(layer: ModuleLayer) -> bool:
+def _check(layer: ModuleLayer, *, rounds: bool) -> bool:
     """Raise `ModelError` if a module has other results for a sequence in parts than at once. Return whether the kernels have
     its results."""
     hidden, name = layer.example(sum(_CHECKED_PARTS)), type(layer.module).__name__
@@ -107,7 +107,7 @@ def _check(layer: ModuleLayer) -> bool:
         raise unsupported(f"{name} computes a sequence in parts otherwise than at once (by {difference:.2g})")
     reason = "there are no kernels for it"
     try:
-        if (mixer := _mixer_layer(layer)) is not None:
+        if (mixer := _mixer_layer(layer, rounds=rounds)) is not None:
             difference = _difference(mixer.in_parts(hidden, _CHECKED_PARTS), expected)
             if difference <= largest:
                 logger.info("%s runs through kernels: differs by %.2g of the results", name, difference)
@@ -121,19 +121,19 @@ def _check(layer: ModuleLayer) -> bool:
     return False
 
 
-def _mixer_layer(layer: ModuleLayer) -> MixerLayer | None:
+def _mixer_layer(layer: ModuleLayer, *, rounds: bool) -> MixerLayer | None:
     """Return the layer that computes a module through kernels, if there are any."""
-    make, mixer = _find_operation(layer), read_mixer(layer.module)
+    make, mixer = _find_operation(layer, rounds=rounds), read_mixer(layer.module)
     return MixerLayer(make, mixer, layer.dtype) if make is not None and mixer is not None else None
 
 
-def _find_operation(layer: ModuleLayer) -> MakeOperation | None:
+def _find_operation(layer: ModuleLayer, *, rounds: bool) -> MakeOperation | None:
     if layer.device.type == "cuda" and find_triton():
         from millrace.worker.recurrent.mixer_triton import TritonMixer
 
         return TritonMixer
     kernels = find_kernels() if layer.device.type == "cpu" and layer.dtype in KERNEL_DTYPES else None
-    return partial(CompiledMixer, kernels) if kernels is not None else None
+    return partial(CompiledMixer, kernels, rounds=rounds) if kernels is not None else None
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

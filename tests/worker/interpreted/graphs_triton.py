@@ -72,7 +72,7 @@ def test_tokens_are_those_of_eager_steps(
 @pytest.mark.usefixtures("for_all_steps")
 def test_decode_steps_of_recurrent_layers_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside eager steps of prompts, with sequences that come and go."""
-    monkeypatch.setattr(states, "_find_operation", lambda _: TritonMixer)
+    monkeypatch.setattr(states, "_find_operation", lambda _, rounds: TritonMixer)
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     make_model("qwen3_5", tmp_path, **SMALL | layers)
     worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)

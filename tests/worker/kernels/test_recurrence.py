@@ -101,6 +101,8 @@ CASES = {
     "state space": state_space(1, 8, 16, 16),
     "state space, groups": state_space(2, 4, 24, 70),
     "state space, large": state_space(1, 3, 128, 64, taps=2),
+    "delta rule, groups of tokens": delta_rule(1, 2, 96, 128),
+    "state space, groups of tokens": state_space(2, 4, 64, 64),
     "convolution": convolution(64, 3),
     "convolution, other sizes": convolution(277, 4),
 }
@@ -207,6 +209,29 @@ def test_results_and_states_are_those_of_the_formulas(kernels: Kernels, name: st
     torch.testing.assert_close(mixer.run(tokens, rows_of(STARTS)).double(), expected, rtol=rtol, atol=atol)
     for found, wanted in zip(states_of(mixer, kernels, case), after, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["delta rule, groups of tokens", "state space, groups of tokens"])
+def test_long_rows_in_bfloat16(all_kernels: Kernels, name: str) -> None:
+    """With AMX, groups of 32 tokens are products of matrices: rows of one group, of several, and of some tokens more."""
+    case, dtype, starts = CASES[name], torch.bfloat16, [0, 32, 135, 172, 172 + 300]
+    mixer = make(all_kernels, case, dtype)
+    tokens = randn(starts[-1], case.width, seed=8).to(dtype)
+    expected, after = compute(case, tokens, starts, states_of(mixer, all_kernels, case))
+    found = mixer.run(tokens, rows_of(starts)).double()
+    assert (found - expected).norm() <= 0.01 * expected.norm()
+    assert (found - expected).abs().max() <= 0.05 * expected.abs().max()
+    for states, wanted in zip(states_of(mixer, all_kernels, case), after, strict=True):
+        assert (states - wanted).norm() <= 0.01 * wanted.norm()
+    exact = CompiledMixer(all_kernels, case.mixer, case.width, dtype, rounds=False)
+    parts = CompiledMixer(all_kernels, case.mixer, case.width, dtype, rounds=False)
+    for each in (exact, parts):
+        each.allocate(NUM_SLOTS)
+    row = tokens[:100]
+    new, more = (CompiledRows([0, 50], torch.tensor([1]), torch.tensor([is_new])) for is_new in (True, False))
+    whole = exact.run(row, CompiledRows([0, 100], torch.tensor([1]), torch.tensor([True])))
+    assert torch.equal(whole, torch.cat([parts.run(row[:50], new), parts.run(row[50:], more)]))
 
 
 @torch.inference_mode()
