@@ -130,6 +130,19 @@ def test_a_module_that_computes_something_else_runs_as_it_is(
     check_against_transformers(path, requests)
 
 
+def test_a_convolution_that_is_too_long_for_the_kernels_runs_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("lfm2", tmp_path, conv_L_cache=9)
+    with caplog.at_level("INFO"):
+        worker = start_worker(tmp_path, max_num_seqs=4)
+    assert (
+        "Lfm2ShortConv runs through transformers' module, which is slower: ValueError: a convolution of 9"
+        in caplog.text
+    )
+    check_against_transformers(tmp_path, Driver(worker, seed=1).run([PROMPT, PROMPT[:9]], 8))
+
+
 def test_a_dropped_model_leaves_the_memory(path: Path) -> None:
     worker = start_worker(path)
     layer = weakref.ref(worker._model.module.model.layers[0])

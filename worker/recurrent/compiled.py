@@ -33,7 +33,10 @@ class CompiledMixer:
 
     def __init__(self, kernels: Kernels, mixer: Mixer, width: int, dtype: torch.dtype, *, rounds: bool = True) -> None:
         """`width`: W. `dtype`: of the activations. `rounds`: whether in bfloat16 long rows may be computed by products of
-        matrices of that format. Then a result depends on how the tokens of its sequence are divided over steps."""
+        matrices of that format. Then a result depends on how the tokens of its sequence are divided over steps. Raises
+        `ValueError` for a convolution that is too long."""
+        if len(mixer.conv_weights) > MOST_TAPS:
+            raise ValueError(f"a convolution of {len(mixer.conv_weights)} taps, more than {MOST_TAPS}")
         names = ("conv_weights", "conv_bias", "rates", "step_bias", "skips", "norm_weights")
         self._constants = {name: tensor for name in names if (tensor := getattr(mixer, name)) is not None}
         state_dim = -(-mixer.value_dim // _STATE_VALUES) * _STATE_VALUES
