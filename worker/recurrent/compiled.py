@@ -90,7 +90,9 @@ class CompiledMixer:
 
     def run(self, projected: Tensor, rows: CompiledRows, output: Tensor | None = None) -> Tensor:
         """Return, or write to `output`, the results [T, Hv * Dv] for contiguous outputs [T, W] of the projections."""
-        assert projected.is_contiguous() and projected.shape == (rows.query_starts[-1], self._call.width)
+        # The library does not check its arguments.
+        assert self.states and projected.is_contiguous()
+        assert projected.shape == (int(rows.query_starts[-1]), self._call.width)
         if output is None:
             output = projected.new_empty(len(projected), self._output_width)
         call = self._call
