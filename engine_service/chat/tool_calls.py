@@ -17,8 +17,9 @@ from millrace.results.messages import FunctionCall
 MAX_BROKEN_CALLS = 8
 """After so many calls that cannot be read the rest is content. Each attempt may read the whole text."""
 
-_NAME = r"[^\s\[\]{}<>]{1,256}"
-"""Of a function. Names with combining marks, as in Hindi, or with emoji have characters that are not in `\\w`."""
+_NAME = r"[^\s\[\]{}<>;,]{1,256}"
+"""Of a function, without what separates calls. Names with combining marks, as in Hindi, or with emoji have characters that
+are not in `\\w`."""
 _MISTRAL_NAME = re.compile(rf"\s*({_NAME})(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*")
 _SPACE = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*[;,]?\s*")

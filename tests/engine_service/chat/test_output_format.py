@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.engine_service.chat.output_format import (
@@ -170,6 +170,7 @@ def test_arguments_between_tags_have_the_types_of_the_schema(
 
 
 @settings(max_examples=300, deadline=None)
+@example(format_=OutputFormat("glm45", None), pieces=["<tool_call>", ";", "</tool_call>"], begins=False)
 @given(
     format_=st.sampled_from([*FORMATS.values(), OutputFormat("mistral", "mistral"), OutputFormat("hermes", None)]),
     pieces=st.lists(st.sampled_from([*MARKS, '{"name": "f", "arguments": {"a": 1}}', "{", "[", "]", "f", "\n", ";"])),
