@@ -291,6 +291,7 @@ def test_a_group_that_is_ended_in_its_start_leaves_no_directory(
     wait_until(directories, 60)
     directory = Path(directories()[0])
     wait_until(directory.exists)
+    wait_until(lambda: any("engine_service" in command for command in running.descendants().values()))
     victims = {
         "torchrun": [running.process.pid],
         "service": [running.pid_of("engine_service")],
