@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from millrace.executor.wire.failures import is_interruption
 from millrace.worker.errors import is_out_of_memory, unsupported
@@ -46,7 +47,12 @@ class RecurrentStates:
         for module in recurrent_modules(model):
             layer = ModuleLayer(module, model.config)
             if type(module) not in checked:
-                checked[type(module)] = _check(layer, rounds=not batch_invariant)
+                verbosity = transformers_logging.get_verbosity()
+                transformers_logging.set_verbosity_error()  # it recommends packages for the modules, which may not run
+                try:
+                    checked[type(module)] = _check(layer, rounds=not batch_invariant)
+                finally:
+                    transformers_logging.set_verbosity(verbosity)
             mixer = _mixer_layer(layer, rounds=not batch_invariant) if checked[type(module)] else None
             if mixer is None:
                 self._modules.append(layer)
