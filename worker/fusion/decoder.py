@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from millrace.worker.fusion.mlp import MLP, make_mlp
 from millrace.worker.fusion.operations import NormOperation, Operations
+from millrace.worker.fusion.parts import AttentionParts, DecoderParts, LayerParts, MLPParts, own_part
 from millrace.worker.fusion.projection import Projection
-from millrace.worker.fusion.structure import AttentionParts, DecoderParts, LayerParts, MLPParts, own_part
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear, RowMasks

@@ -25,7 +25,7 @@ from millrace.worker.fusion.operations import (
     RunFewRows,
     not_batch_invariant,
 )
-from millrace.worker.fusion.structure import AttentionParts, Norm, RecurrentParts
+from millrace.worker.fusion.parts import AttentionParts, Norm, RecurrentParts
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels import rows_torch

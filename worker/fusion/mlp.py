@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from millrace.worker.fusion.operations import Operations
+from millrace.worker.fusion.parts import ExpertsParts, MLPParts, Norm, SumParts
 from millrace.worker.fusion.projection import Projection
-from millrace.worker.fusion.structure import ExpertsParts, MLPParts, Norm, SumParts
 
 
 def make_mlp(parts: MLPParts | ExpertsParts | SumParts | nn.Module, operations: Operations, norm: Norm) -> MLP:

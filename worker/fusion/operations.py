@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from millrace.executor.heap import release_freed_memory
 from millrace.worker.attention.compiled import LayerAttention, StepRows, step_rows
 from millrace.worker.errors import ConfigError
-from millrace.worker.fusion.structure import AttentionParts, Norm, RecurrentParts
+from millrace.worker.fusion.parts import AttentionParts, Norm, RecurrentParts
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from millrace.worker.fusion.operations import Operations
-from millrace.worker.fusion.structure import Norm
+from millrace.worker.fusion.parts import Norm
 
 
 class Projection:

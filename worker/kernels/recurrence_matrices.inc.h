@@ -38,6 +38,23 @@ static int uses_groups(const struct recurrence *c)
            c->value_dim % WIDE == 0 && c->value_dim <= MOST_ENTRIES;
 }
 
+/* Registers 0 to 3, for 32 x 32 sums: add the products of 32 rows, in 4 and 5, and 32 columns, in 6 and 7. */
+static ALWAYS_INLINE void add_products_of_tiles(void)
+{
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+static ALWAYS_INLINE void store_tiles(float *to, int64_t width)
+{
+    _tile_stored(0, to, width * sizeof *to);
+    _tile_stored(1, to + LANES, width * sizeof *to);
+    _tile_stored(2, to + AMX_ROWS * width, width * sizeof *to);
+    _tile_stored(3, to + AMX_ROWS * width + LANES, width * sizeof *to);
+}
+
 /* Write the products [32, 32] of rows of `left` [32, depth] and columns of `right` [depth / 2, width] pairs. */
 static void multiply_rows(const uint16_t *left, const uint32_t *right, int64_t depth, int64_t width, float *products)
 {
@@ -50,15 +67,9 @@ static void multiply_rows(const uint16_t *left, const uint32_t *right, int64_t d
         _tile_loadd(5, left + AMX_ROWS * depth + d, depth * sizeof *left);
         _tile_loadd(6, right + d / 2 * width, width * sizeof *right);
         _tile_loadd(7, right + d / 2 * width + LANES, width * sizeof *right);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        add_products_of_tiles();
     }
-    _tile_stored(0, products, width * sizeof *products);
-    _tile_stored(1, products + LANES, width * sizeof *products);
-    _tile_stored(2, products + AMX_ROWS * width, width * sizeof *products);
-    _tile_stored(3, products + AMX_ROWS * width + LANES, width * sizeof *products);
+    store_tiles(products, width);
 }
 
 /* Add weighted keys @ added to 32 x 32 numbers of the state. */
@@ -72,14 +83,8 @@ static void add_to_state(const uint16_t *keys, const uint32_t *added, int64_t wi
     _tile_loadd(5, keys + AMX_ROWS * GROUP_TOKENS, GROUP_TOKENS * sizeof *keys);
     _tile_loadd(6, added, width * sizeof *added);
     _tile_loadd(7, added + LANES, width * sizeof *added);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    _tile_stored(0, state, WIDE * sizeof *state);
-    _tile_stored(1, state + LANES, WIDE * sizeof *state);
-    _tile_stored(2, state + AMX_ROWS * WIDE, WIDE * sizeof *state);
-    _tile_stored(3, state + AMX_ROWS * WIDE + LANES, WIDE * sizeof *state);
+    add_products_of_tiles();
+    store_tiles(state, WIDE);
 }
 
 /* Bring keys and queries into the forms in which they are multiplied. `mixed` is that of the first token. */
