@@ -25,11 +25,11 @@ from millrace.worker.fusion.operations import Operations, not_batch_invariant
 from millrace.worker.grammars import Grammars, load_tokenizer
 from millrace.worker.kernels.library import KERNEL_DTYPES
 from millrace.worker.kv_pool import KVPool, LayerSpec
-from millrace.worker.linear.choice import quantize
+from millrace.worker.linear.choice import quantize, round_inputs
 from millrace.worker.linear.modules import use_packed_linear
 from millrace.worker.loading.checksum import check_unchanged, checksums
 from millrace.worker.loading.load import load_model
-from millrace.worker.loading.weights import own_weights
+from millrace.worker.loading.weights import own_weights, use_numbers
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.recurrent.states import RecurrentStates
@@ -86,6 +86,11 @@ class RankModel:
     def _quantizes(self) -> bool:
         return self._config.quantization == "int8"
 
+    @property
+    def _rounds_inputs(self) -> bool:
+        """Whether layers with quantized weights may round their inputs: not if someone asks for float32."""
+        return self._config.dtype != "float32"
+
     def load(self) -> None:
         """Read the weights and prepare them. Raises `ModelError` and `ConfigError`."""
         if self._quantizes and self._device.type != "cpu":
@@ -103,6 +108,7 @@ class RankModel:
             self._device,
             batch_invariant=batch_invariant,
             quantizes=self._quantizes,
+            rounds=self._rounds_inputs,
         )
         if operations is not None:
             self._fuse(operations)
@@ -114,6 +120,7 @@ class RankModel:
                 self._pack_modules()
             own_weights(self.module)
             release_freed_memory()  # the unpacked weights
+        use_numbers(self.module)
         self.location = "device"
 
     def _load_tokenizer(self) -> LLTokenizer:
@@ -189,6 +196,8 @@ class RankModel:
         layers = use_packed_linear(self.module, self._dtype)
         if self._quantizes:
             quantize(layers)
+        elif self._rounds_inputs:
+            round_inputs(layers)
         counts = Counter(layer.name for layer in layers)
         shown = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items()))
         logger.info("linear layers: %s; packed in %.2f s", shown or "none", time.perf_counter() - began_s)

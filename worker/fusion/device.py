@@ -7,6 +7,7 @@ a head, P positions, R rotary size.
 
 from __future__ import annotations
 
+import logging
 import sys
 from functools import partial
 from types import ModuleType
@@ -14,6 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from millrace.executor.wire.failures import is_interruption
 from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.fusion.operations import (
@@ -31,10 +33,14 @@ from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels import rows_torch
 from millrace.worker.kernels.library import KERNEL_DTYPES
 from millrace.worker.kv_pool import LayerCache
+from millrace.worker.linear.choice import is_like_numbers, join, join_biases
+from millrace.worker.linear.codes import CodedWeight
 from millrace.worker.linear.modules import merge_modules
-from millrace.worker.linear.packed import PackedLinear
+from millrace.worker.linear.packed import PackedLinear, TorchLinear
 from millrace.worker.recurrent.layer import MixerLayer
 from millrace.worker.triton_support import find_triton
+
+logger = logging.getLogger("millrace.worker")
 
 
 def choose_operations(
@@ -44,15 +50,19 @@ def choose_operations(
     *,
     batch_invariant: bool = False,
     quantizes: bool = False,
+    rounds: bool = False,
 ) -> Operations | None:
     """Return the fastest operations of the device, or None if the model's modules serve better, or if the attention is not
-    batch-invariant and has to be. `quantizes`: weights are rounded to 8 bits; only on a CPU."""
+    batch-invariant and has to be. `quantizes`: weights are rounded to 8 bits; only on a CPU.
+    `rounds`: inputs of quantized weights may be rounded on a CPU."""
     if device.type == "cuda":
         if batch_invariant and attention.name == "reference":
             return None
         return DeviceOperations(attention, dtype, device, find_row_kernels(), batch_invariant=batch_invariant)
     if isinstance(attention, CompiledAttention) and dtype in KERNEL_DTYPES:
-        return CompiledOperations(attention.kernels, dtype, batch_invariant=batch_invariant, quantizes=quantizes)
+        return CompiledOperations(
+            attention.kernels, dtype, batch_invariant=batch_invariant, quantizes=quantizes, rounds=rounds
+        )
     return None
 
 
@@ -87,13 +97,48 @@ class DeviceOperations:
         self._kept: set[int] = set()
         """The ids of the tensors."""
         self._recurrent: list[MixerLayer] = []
+        self._takes_codes: dict[tuple[object, ...], bool] = {}
+        """Whether Triton's product of codes is right, by shape and kind."""
 
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
         if self._rows is rows_torch and not self._batch_invariant:
             return merge_modules(modules, self._dtype)
         from millrace.worker.linear.linear_triton import FewRowsLinear, TritonLinear
 
+        if (coded := self._coded_linear(modules, TritonLinear if self._batch_invariant else TorchLinear)) is not None:
+            return coded
         return merge_modules(modules, self._dtype, TritonLinear if self._batch_invariant else FewRowsLinear)
+
+    def _coded_linear(self, modules: list[nn.Linear], kind: type[TorchLinear]) -> PackedLinear | None:
+        """Return a layer that computes with codes. None: these have none, or the first layer of this shape was not right."""
+        weight = join([each.weight for each in modules])
+        if not isinstance(weight, CodedWeight):
+            return None
+        from millrace.worker.linear.codes_triton import CodedTritonLinear, can_multiply
+
+        key = (*weight.shape, weight.coded.codes.dtype, weight.coded.group_size)
+        if not can_multiply(weight) or not self._takes_codes.get(key, True):
+            return None
+        bias = join_biases([each.weight for each in modules], [each.bias for each in modules])
+        layer = CodedTritonLinear(weight, bias, self.workspace, kind)
+        if key not in self._takes_codes:
+            try:
+                is_close = is_like_numbers(layer, weight, bias)
+                reason = "it differs from torch"
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
+            except Exception as error:  # of Triton
+                if is_interruption(error):
+                    raise
+                is_close, reason = False, str(error)
+            self._takes_codes[key] = is_close
+            if not is_close:
+                logger.warning(
+                    "Triton's product of quantized weights is not used for layers %s: %.300s", key[:2], reason
+                )
+                return None
+        layer.give_to(modules)
+        return layer
 
     def for_few_rows(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> RunFewRows | None:
         multiply_few = getattr(linear, "multiply_few", None)

@@ -21,7 +21,7 @@ from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.rows import GatedActivation, RowNorm
 from millrace.worker.kv_pool import LayerCache
-from millrace.worker.linear.choice import quantize, screen_argmax
+from millrace.worker.linear.choice import quantize, round_inputs, screen_argmax
 from millrace.worker.linear.modules import pack_modules, use_packed_linear
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear
 
@@ -78,7 +78,8 @@ class Operations(Protocol):
         """Prepare a module that runs as it is. Raises `ConfigError` where the operations are batch-invariant."""
 
     def quantize_layers(self) -> None:
-        """Round the weights of the layers, if these operations are made for that. Raises `ConfigError`."""
+        """Round the weights of the layers, or the inputs of those with quantized weights, if these operations are made for
+        that. Raises `ConfigError`."""
 
     def prepare(self, batch: StepBatch) -> Any:
         """Return what the attention of all layers of a step has in common."""
@@ -102,10 +103,16 @@ class CompiledOperations:
     splits_experts = True
 
     def __init__(
-        self, kernels: Kernels, dtype: torch.dtype, *, batch_invariant: bool = False, quantizes: bool = False
+        self,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool = False,
+        quantizes: bool = False,
+        rounds: bool = False,
     ) -> None:
         self._kernels, self._dtype = kernels, dtype
-        self._batch_invariant, self._quantizes = batch_invariant, quantizes
+        self._batch_invariant, self._quantizes, self._rounds = batch_invariant, quantizes, rounds
         self._layers: list[PackedLinear] = []
         """Those that can be quantized."""
         self.workspace = Workspace(dtype, torch.device("cpu"))
@@ -155,6 +162,8 @@ class CompiledOperations:
     def quantize_layers(self) -> None:
         if self._quantizes:
             quantize(self._layers)
+        elif self._rounds:
+            round_inputs(self._layers)
 
     def prepare(self, batch: StepBatch) -> StepRows:
         return step_rows(self._kernels, batch)

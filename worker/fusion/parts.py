@@ -61,9 +61,9 @@ class AttentionParts:
         if not self.has_gates:
             return None
         query: Any = self.projections[0]
-        by_head = query.weight.view(self.num_heads, 2, -1, query.in_features)
-        query.gate = gate = as_linear(by_head[:, 1].flatten(0, 1))
-        query.weight = nn.Parameter(by_head[:, 0].flatten(0, 1), requires_grad=False)
+        rows = torch.arange(len(query.weight), device=query.weight.device).view(self.num_heads, 2, -1)
+        query.gate = gate = as_linear(query.weight[rows[:, 1].flatten()])
+        query.weight = nn.Parameter(query.weight[rows[:, 0].flatten()], requires_grad=False)
         query.out_features = gate.out_features
         return gate
 

@@ -8,9 +8,10 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 23
+#define MILLRACE_KERNELS_VERSION 24
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+/* Of weights: from CODES_4 on see codes.inc.h. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, CODES_4 = 3, CODES_8 = 4, FLOATS_8 = 5 };
 enum { SILU = 0, GELU_TANH = 1 };
 enum { DELTA_RULE = 0, STATE_SPACE = 1, CONVOLUTION = 2 };
 
@@ -81,6 +82,15 @@ struct linear {
     const float *errors; /* and the most that its outputs differ then, for inputs of length 1 in 15 bits */
     int64_t num_outputs, num_inputs;
     int64_t weight_dtype, input_dtype, output_dtype; /* sums are float32 */
+    /* Of codes, whose K is a multiple of 8: */
+    const float *code_table;  /* [16], the numbers of codes of 4 bits */
+    const float *code_scales; /* [panels, groups, PANEL_OUTPUTS] */
+    const float *code_zeros;  /* the same, or NULL */
+    const int32_t *groups;    /* [K], the group of each input */
+    int64_t num_groups;
+    int64_t by_group; /* 1: there is one group, or all have as many inputs, in their order: a multiple of 64 */
+    int64_t rounds;   /* 1: inputs are rounded to 15 bits, as with int8. Besides, codes are integers, those of 8 bits without zero
+                         points */
 };
 
 /* RMSNorm (Zhang, Sennrich: Root Mean Square Layer Normalization, 2019). Shapes: M rows, K entries in each. */

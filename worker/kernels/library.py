@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 23
+VERSION = 24
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -27,7 +27,7 @@ VARIABLE = "MILLRACE_KERNELS"
 
 KERNEL_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """As in kernels.h: what activations can have, and weights."""
-KERNEL_INT8 = 2
+KERNEL_INT8, KERNEL_CODES_4, KERNEL_CODES_8, KERNEL_FLOATS_8 = range(2, 6)
 """Of weights."""
 
 _WITHOUT = "attention, sampling and linear layers on the CPU run through torch, which is slower"
@@ -81,6 +81,8 @@ class LinearCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("panels", "weight_scales", "bias", "rounded", "scales", "errors")),
         *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs")),
         *((name, ctypes.c_int64) for name in ("weight_dtype", "input_dtype", "output_dtype")),
+        *((name, ctypes.c_void_p) for name in ("code_table", "code_scales", "code_zeros", "groups")),
+        *((name, ctypes.c_int64) for name in ("num_groups", "by_group", "rounds")),
     )
 
 

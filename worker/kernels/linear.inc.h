@@ -11,7 +11,8 @@
  * Each of its sums adds the products of SPAN_INPUTS inputs one after the other, and then the spans. This order is the same in
  * every tile, so the result of a row has the same bits whatever the other rows are, and however many.
  *
- * With int8 weights, the inputs of a row are rounded to 15 bits: integers times one factor. The sum of a span is exact. */
+ * With int8 weights, the inputs of a row are rounded to 15 bits: integers times one factor. The sum of a span is exact.
+ * Codes of quantized checkpoints are widened span by span to one of the three, see codes.inc.h. */
 
 enum {
     PANEL_VECTORS = LANES == 16 ? 3 : 2,
@@ -43,6 +44,7 @@ struct rows {
     int64_t stride, size; /* of a row and of an input, in bytes */
     enum products products;
     const float *factors; /* [M], of rounded inputs: what the sums are multiplied by */
+    const float *scales;  /* [PANEL_OUTPUTS], what the sums of a span are multiplied by, or NULL */
 };
 
 static inline vf add_pairs(vf sums, vf weights, vf pairs)
@@ -54,9 +56,20 @@ static inline vf add_pairs(vf sums, vf weights, vf pairs)
 #endif
 }
 
-/* Add the products of one span to results [num_rows, PANEL_OUTPUTS], or begin them. */
+#include "codes.inc.h"
+
+/* Add LANES sums of a span to results, or begin them. `scales` multiply the sums, if there are any: by one instruction, which the
+ * compiler would choose for some numbers of rows only. */
+static inline void add_sums(float *results, vf sums, int is_first, const float *scales)
+{
+    vf before = is_first ? (vf){0} : load(results);
+    store(results, scales ? multiply_add(sums, load(scales), before) : before + sums);
+}
+
+/* Add the products of one span to results [num_rows, PANEL_OUTPUTS], or begin them. `scales`: see `struct rows`. */
 static ALWAYS_INLINE void add_span(const char *input, int64_t stride, const float *line, int64_t size,
-                                   const enum products products, const int num_rows, int is_first, float *results)
+                                   const enum products products, const int num_rows, int is_first, const float *scales,
+                                   float *results)
 {
     vf sums[TILE_ROWS][PANEL_VECTORS] = {{{0}}};
     for (int64_t k = 0; k < size; k += products == OF_FLOAT32 ? 1 : 2, line += PANEL_OUTPUTS) {
@@ -77,12 +90,12 @@ static ALWAYS_INLINE void add_span(const char *input, int64_t stride, const floa
     }
     UNROLLED for (int row = 0; row < num_rows; row++)
         UNROLLED for (int v = 0; v < PANEL_VECTORS; v++, results += LANES)
-            store(results, is_first ? sums[row][v] : load(results) + sums[row][v]);
+            add_sums(results, sums[row][v], is_first, scales ? scales + v * LANES : NULL);
 }
 
 /* As add_span, of bytes. The sums of a span are integers. */
 static ALWAYS_INLINE void add_span_of_bytes(const char *input, int64_t stride, const float *line, int64_t size,
-                                            const int num_rows, int is_first, float *results)
+                                            const int num_rows, int is_first, const float *scales, float *results)
 {
     vi sums[TILE_ROWS][PANEL_VECTORS] = {{{0}}};
     for (int64_t k = 0; k < size; k += 4, line += PANEL_OUTPUTS, input += 4 * sizeof(int16_t)) {
@@ -102,7 +115,7 @@ static ALWAYS_INLINE void add_span_of_bytes(const char *input, int64_t stride, c
     UNROLLED for (int row = 0; row < num_rows; row++)
         UNROLLED for (int v = 0; v < PANEL_VECTORS; v++, results += LANES) {
             vf own = __builtin_convertvector(sums[row][v], vf);
-            store(results, is_first ? own : load(results) + own);
+            add_sums(results, own, is_first, scales ? scales + v * LANES : NULL);
         }
 }
 
@@ -163,32 +176,36 @@ static ALWAYS_INLINE void multiply_matrices(const char *input, int64_t stride, c
 
 /* As add_span, of a multiple of AMX_INPUTS, for 1 to 16 rows or for 32. */
 static void add_span_of_matrices(const char *input, int64_t stride, const float *line, int64_t size, int64_t num_rows,
-                                 int is_first, int prefetches, float *results)
+                                 int is_first, int prefetches, const float *scales, float *results)
 {
     enum { LINE = PANEL_OUTPUTS * sizeof(float) };
+    float own[2 * AMX_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
     const int is_double = num_rows > AMX_ROWS;
-    float *more = results + AMX_ROWS * PANEL_OUTPUTS;
+    float *sums = scales ? own : results, *more = sums + AMX_ROWS * PANEL_OUTPUTS;
     if (amx_rows != (is_double ? AMX_ROWS : num_rows))
         configure_registers(is_double ? AMX_ROWS : num_rows);
-    if (is_first) {
+    if (is_first || scales) {
         ZERO_SUMS();
     } else {
-        LOAD_SUMS(0, 1, 2, results);
+        LOAD_SUMS(0, 1, 2, sums);
         if (is_double) {
             LOAD_SUMS(3, 4, 5, more);
         }
     }
     multiply_matrices(input, stride, line, size / AMX_INPUTS, is_double, prefetches, 0);
-    STORE_SUMS(0, 1, 2, results);
+    STORE_SUMS(0, 1, 2, sums);
     if (is_double) {
         STORE_SUMS(3, 4, 5, more);
     }
+    for (int64_t row = 0; scales && row < num_rows; row++, sums += PANEL_OUTPUTS)
+        UNROLLED for (int v = 0; v < PANEL_VECTORS; v++, results += LANES)
+            add_sums(results, load(sums + v * LANES), is_first, scales + v * LANES);
 }
 
 /* As add_span_of_bytes, for 1 to 8 rows or for 16. A row has its high bytes, and as far behind them its low ones: in the tiles
  * these are two rows. */
 static void add_span_of_byte_matrices(const char *input, int64_t stride, const float *line, int64_t size, int64_t num_rows,
-                                      int is_first, int prefetches, float *results)
+                                      int is_first, int prefetches, const float *scales, float *results)
 {
     enum { LINE = PANEL_OUTPUTS * sizeof(float) };
     const int is_double = 2 * num_rows > AMX_ROWS;
@@ -205,7 +222,7 @@ static void add_span_of_byte_matrices(const char *input, int64_t stride, const f
         UNROLLED for (int v = 0; v < PANEL_VECTORS; v++, results += LANES) {
             vi sum = (vi)load(high + v * LANES) * 256 + (vi)load(high + PANEL_OUTPUTS + v * LANES);
             vf own = __builtin_convertvector(sum, vf);
-            store(results, is_first ? own : load(results) + own);
+            add_sums(results, own, is_first, scales ? scales + v * LANES : NULL);
         }
 }
 #endif
@@ -214,13 +231,13 @@ static void add_span_of_byte_matrices(const char *input, int64_t stride, const f
 #define ADD_SPAN(num_rows) \
     case num_rows: \
         if (rows.products == OF_FLOAT32) \
-            add_span(input, rows.stride, line, size, OF_FLOAT32, num_rows, is_first, results); \
+            add_span(input, rows.stride, line, size, OF_FLOAT32, num_rows, is_first, rows.scales, results); \
         else if (HAS_BF16_PAIRS && (rows.products == IN_PAIRS || rows.products == IN_MATRICES)) \
-            add_span(input, rows.stride, line, size, IN_PAIRS, num_rows, is_first, results); \
+            add_span(input, rows.stride, line, size, IN_PAIRS, num_rows, is_first, rows.scales, results); \
         else if (rows.products == OF_BYTES) \
-            add_span_of_bytes(input, rows.stride, line, size, num_rows, is_first, results); \
+            add_span_of_bytes(input, rows.stride, line, size, num_rows, is_first, rows.scales, results); \
         else \
-            add_span(input, rows.stride, line, size, WIDENED, num_rows, is_first, results); \
+            add_span(input, rows.stride, line, size, WIDENED, num_rows, is_first, rows.scales, results); \
         break;
 
 static __attribute__((noinline)) void add_tile(struct rows rows, const char *input, const float *line, int64_t size,
@@ -229,18 +246,18 @@ static __attribute__((noinline)) void add_tile(struct rows rows, const char *inp
 #if HAS_TILES
     if (rows.products == BYTES_IN_MATRICES) {
         int64_t first = num_rows < AMX_ROWS ? smaller(AMX_ROWS / 2, num_rows) : num_rows, rest = num_rows - first;
-        add_span_of_byte_matrices(input, rows.stride, line, size, first, is_first, prefetches, results);
+        add_span_of_byte_matrices(input, rows.stride, line, size, first, is_first, prefetches, rows.scales, results);
         if (rest > 0)
-            add_span_of_byte_matrices(input + first * rows.stride, rows.stride, line, size, rest, is_first, 0,
+            add_span_of_byte_matrices(input + first * rows.stride, rows.stride, line, size, rest, is_first, 0, rows.scales,
                                       results + first * PANEL_OUTPUTS);
         return;
     }
     int64_t whole = size / AMX_INPUTS * AMX_INPUTS;
     if (rows.products == IN_MATRICES && whole > 0) {
         int64_t first = num_rows < 2 * AMX_ROWS ? smaller(AMX_ROWS, num_rows) : num_rows, rest = num_rows - first;
-        add_span_of_matrices(input, rows.stride, line, whole, first, is_first, prefetches, results);
+        add_span_of_matrices(input, rows.stride, line, whole, first, is_first, prefetches, rows.scales, results);
         if (rest > 0)
-            add_span_of_matrices(input + first * rows.stride, rows.stride, line, whole, rest, is_first, 0,
+            add_span_of_matrices(input + first * rows.stride, rows.stride, line, whole, rest, is_first, 0, rows.scales,
                                  results + first * PANEL_OUTPUTS);
         if (whole == size)
             return;
@@ -303,8 +320,10 @@ static void finish_tile(const struct linear *c, struct rows rows, float *sums, i
 {
     int64_t first_output = panel * PANEL_OUTPUTS, num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
     for (int64_t row = first_row; row < first_row + num_rows; row++, sums += PANEL_OUTPUTS) {
-        for (int v = 0; c->weight_scales && v < PANEL_VECTORS; v++) {
-            vf scales = load(c->weight_scales + first_output + v * LANES) * splat(rows.factors[row]);
+        for (int v = 0; rows.factors && !sink.largest && v < PANEL_VECTORS; v++) {
+            vf scales = splat(rows.factors[row]);
+            if (c->weight_scales)
+                scales *= load(c->weight_scales + first_output + v * LANES);
             store(sums + v * LANES, load(sums + v * LANES) * scales);
         }
         for (int64_t i = 0; c->bias && i < num_outputs; i++)
@@ -340,26 +359,39 @@ static void finish_tile(const struct linear *c, struct rows rows, float *sums, i
     }
 }
 
-/* Compute some rows of a panel. `sums` is [num_rows, PANEL_OUTPUTS]. A tile is finished before the next one, so that the
- * processor writes the outputs while it multiplies. */
+/* Compute some rows of a panel. `sums` is [num_rows, PANEL_OUTPUTS], and `span` memory for SPAN_INPUTS weights of it. A tile
+ * is finished before the next one, so that the processor writes the outputs while it multiplies. */
 static void compute_panel(const struct linear *c, struct rows rows, int64_t first_row, int64_t num_rows, int64_t panel,
-                          float *sums, struct sink sink)
+                          float *sums, float *span, struct sink sink)
 {
-    int64_t inputs_per_line = c->weight_dtype == INT8 ? 4 : c->weight_dtype == BFLOAT16 ? 2 : 1;
-    int64_t num_inputs = c->weight_dtype == INT8 ? WHOLE_BYTES(c->num_inputs) : c->num_inputs;
-    int64_t lines = (num_inputs + inputs_per_line - 1) / inputs_per_line;
+    int is_rounded = rows.factors != NULL, is_pairs = rows.products == IN_PAIRS || rows.products == IN_MATRICES;
+    int has_codes = c->weight_dtype >= CODES_4;
+    int by_group = has_codes && c->by_group && (is_rounded || c->weight_dtype == FLOATS_8);
+    int64_t per_line = c->weight_dtype == FLOAT32 ? 1 : c->weight_dtype == BFLOAT16 ? 2 : c->weight_dtype == CODES_4 ? 8 : 4;
+    int64_t num_inputs = is_rounded ? WHOLE_BYTES(c->num_inputs) : c->num_inputs;
+    int64_t lines = per_line >= 4 ? WHOLE_BYTES(c->num_inputs) / per_line : (num_inputs + per_line - 1) / per_line;
     const float *first_line = (const float *)c->panels + panel * lines * PANEL_OUTPUTS;
     int64_t most = most_rows(rows), num_tiles = (num_rows + most - 1) / most;
     int is_matrix = rows.products == IN_MATRICES || rows.products == BYTES_IN_MATRICES;
     int64_t per_tile = is_matrix ? most : (num_rows + num_tiles - 1) / num_tiles;
-    for (int64_t k = 0; k < num_inputs; k += SPAN_INPUTS) {
-        int64_t size = smaller(SPAN_INPUTS, num_inputs - k);
-        const float *line = first_line + k / inputs_per_line * PANEL_OUTPUTS;
+    int64_t group_size = by_group && c->num_groups > 1 ? num_inputs / c->num_groups : num_inputs;
+    for (int64_t k = 0, size; k < num_inputs; k += size) {
+        size = smaller(smaller(SPAN_INPUTS, num_inputs - k), group_size - k % group_size);
+        const float *line = first_line + k / per_line * PANEL_OUTPUTS, *weights = line;
+        int64_t group = panel * c->num_groups + k / group_size;
+        rows.scales = by_group ? c->code_scales + group * PANEL_OUTPUTS : NULL;
+        if (has_codes && !(is_rounded && c->weight_dtype == CODES_8)) {
+            weights = span;
+            if (is_rounded)
+                widen_to_bytes(c, line, group, size, span);
+            else
+                widen_codes(c, line, panel, k, size, !by_group, is_pairs, span);
+        }
         for (int64_t from = 0; from < num_rows; from += per_tile) {
             int64_t to = smaller(from + per_tile, num_rows), row = first_row + from;
             float *sums_of_tile = sums + from * PANEL_OUTPUTS;
-            add_tile(rows, rows.first + row * rows.stride + k * rows.size, line, size, to - from, k == 0, from == 0,
-                     sums_of_tile);
+            add_tile(rows, rows.first + row * rows.stride + k * rows.size, weights, size, to - from, k == 0,
+                     from == 0 && weights == line, sums_of_tile);
             if (k + size == num_inputs)
                 finish_tile(c, rows, sums_of_tile, row, to - from, panel, sink);
         }
@@ -419,14 +451,14 @@ static struct rows round_rows(const struct linear *c, enum products products, ch
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t row = 0; row < c->num_rows; row++)
         factors[row] = round_row(c, row, products, rounded + row * row_bytes, row_bytes);
-    return (struct rows){rounded, row_bytes, products == BYTES_IN_MATRICES ? 1 : 2, products, factors};
+    return (struct rows){rounded, row_bytes, products == BYTES_IN_MATRICES ? 1 : 2, products, factors, NULL};
 }
 
 /* Make `rows` of the input. If it has to be copied, `copy` is to be freed. Return 0, or -1 if there is no memory.
  * Rows whose distance is a power of 2 would displace each other from the cache. */
 static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
 {
-    if (c->weight_dtype == INT8) {
+    if (c->weight_dtype == INT8 || c->rounds) {
         int64_t row_bytes = 2 * ROUNDED_SIZE(c->num_inputs);
         if (!(*copy = malloc(c->num_rows * (row_bytes + sizeof(float)))))
             return -1;
@@ -434,13 +466,13 @@ static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
         *rows = round_rows(c, HAS_TILES ? BYTES_IN_MATRICES : OF_BYTES, *copy, row_bytes, factors);
         return 0;
     }
-    int is_bfloat16 = c->weight_dtype == BFLOAT16 && HAS_BF16_PAIRS && c->input_dtype == BFLOAT16;
-    enum products products = is_bfloat16                    ? HAS_TILES ? IN_MATRICES : IN_PAIRS
-                             : c->weight_dtype == FLOAT32 ? OF_FLOAT32
-                                                          : WIDENED;
+    int is_bfloat16 = c->weight_dtype != FLOAT32 && HAS_BF16_PAIRS && c->input_dtype == BFLOAT16;
+    enum products products = is_bfloat16                     ? HAS_TILES ? IN_MATRICES : IN_PAIRS
+                             : c->weight_dtype == BFLOAT16 ? WIDENED
+                                                           : OF_FLOAT32;
     int64_t size = is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
     int is_direct = is_bfloat16 ? c->num_inputs % 2 == 0 : c->input_dtype == FLOAT32;
-    *rows = (struct rows){c->input, c->num_inputs * size, size, products, NULL};
+    *rows = (struct rows){c->input, c->num_inputs * size, size, products, NULL, NULL};
     *copy = NULL;
     if (is_direct && (c->num_rows <= 4 * TILE_ROWS || rows->stride % 2048 != 0))
         return 0;
@@ -474,6 +506,7 @@ static void compute_panels(const struct linear *c, struct rows rows, const char 
 #pragma omp parallel num_threads(num_threads)
     {
         float sums[BLOCK_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+        float span[SPAN_INPUTS * PANEL_OUTPUTS] __attribute__((aligned(64)));
         struct sink own = sink;
         own.leaders = sink.leaders ? sink.leaders + omp_get_thread_num() * c->num_rows : NULL;
         /* Units are not divided in advance: a thread that loses its core for a while takes fewer than the others. */
@@ -484,7 +517,7 @@ static void compute_panels(const struct linear *c, struct rows rows, const char 
             for (int64_t row = first; row <= end; row++)
                 if (row == end || (kept && !kept[row * panels + panel])) {
                     if (begin < row)
-                        compute_panel(c, rows, begin, row - begin, panel, sums, own);
+                        compute_panel(c, rows, begin, row - begin, panel, sums, span, own);
                     begin = row + 1;
                 }
         }

@@ -8,6 +8,7 @@
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef int16_t vh __attribute__((vector_size(LANES * 4)));
+typedef int8_t vb __attribute__((vector_size(LANES * 4)));
 typedef int16_t vs __attribute__((vector_size(LANES * 2)));
 
 static inline vf load(const float *from)
@@ -80,6 +81,18 @@ static inline vf larger(vf a, vf b)
 static inline vf lesser(vf a, vf b)
 {
     return FASTER(min, pick(a < b, a, b));
+}
+
+/* a * b + c, rounded once where there is an instruction for it. */
+static inline vf multiply_add(vf a, vf b, vf c)
+{
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
 }
 
 static inline float largest_lane(vf lanes)

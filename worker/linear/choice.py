@@ -17,12 +17,15 @@ from torch.nn import functional as F
 from millrace.worker.errors import ConfigError
 from millrace.worker.host_memory import free_host_bytes
 from millrace.worker.kernels.library import KERNEL_DTYPES, find_kernels
-from millrace.worker.linear.packed import CompiledLinear, PackedLinear, TorchLinear
+from millrace.worker.linear.codes import CodedWeight
+from millrace.worker.linear.packed import CodedLinear, CompiledLinear, KernelLinear, PackedLinear, TorchLinear
 
 logger = logging.getLogger("millrace.worker")
 
 COMPARED_ROWS, COMPARED_OUTPUTS = (1, 7, 40), 256
 """The results of each shape are compared with torch's at these numbers of rows: the first and the last outputs."""
+MANY_ROWS = 300
+"""More than a decode step has."""
 LEAST_SCREENED_OUTPUTS = 4096
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Between a packed layer and torch, relative to the standard deviation of the results."""
@@ -49,6 +52,8 @@ def pack_linear(
     `batch_invariant`: the result of a row must not depend on the others. Raises `ConfigError` without the compiled kernel.
     """
     dtype, bias = dtype or weights[0].dtype, join_biases(weights, biases)
+    if any(isinstance(each, CodedWeight) for each in weights):
+        weights = [join(weights)]
     packed = _pack(weights, bias, dtype, output_dtype)
     if packed is not None and _is_accepted(packed, weights, bias):
         return packed
@@ -59,7 +64,7 @@ def pack_linear(
 
 def _pack(
     weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, output_dtype: torch.dtype | None
-) -> CompiledLinear | None:
+) -> KernelLinear | None:
     """Return a layer that is faster than torch's. None if there is none, or no memory for it."""
     kernels, weight_dtype = find_kernels(), weights[0].dtype
     if kernels is None or kernels.instruction_set == "generic" or not {weight_dtype, dtype} <= set(KERNEL_DTYPES):
@@ -67,6 +72,8 @@ def _pack(
     if 2 * sum(weight.nbytes for weight in weights) >= free_host_bytes():  # the packed copy, and one on the way to it
         _warn_once("there is no memory for packed weights: torch computes linear layers, which is slower")
         return None
+    if isinstance(weights[0], CodedWeight):
+        return CodedLinear(weights[0], bias, kernels, dtype, output_dtype or dtype)
     return CompiledLinear(weights, bias, kernels, dtype, output_dtype)
 
 
@@ -108,6 +115,30 @@ def quantize(layers: Sequence[PackedLinear]) -> None:
     logger.info("quantization: the weights of %d linear layers have 8 bits, rounded in %.2f s", len(layers), seconds)
 
 
+@torch.no_grad()
+def round_inputs(layers: Sequence[PackedLinear]) -> None:
+    """Let the layers of quantized checkpoints round their inputs where that is faster. The first layer of each shape is
+    compared with itself: another result leaves its inputs as they are."""
+    is_close: dict[tuple[object, ...], bool] = {}
+    for layer in layers:
+        if not isinstance(layer, CodedLinear) or not layer.can_round:
+            continue
+        key = layer.name, layer.num_inputs, layer.num_outputs
+        if key not in is_close:
+            inputs = [_random_inputs(layer, num_rows) for num_rows in COMPARED_ROWS]
+            exact = [layer.forward(each) for each in inputs]
+            layer.rounds_inputs = True
+            limit = LARGEST_ROUNDED_DIFFERENCE[layer.dtype]
+            is_close[key] = all(
+                _is_close(limit, layer.forward(each), expected) for each, expected in zip(inputs, exact, strict=True)
+            )
+        layer.rounds_inputs = is_close[key]
+    if not all(is_close.values()):
+        logger.warning(
+            "the compiled kernel differs from itself with rounded inputs, so they are not rounded: it is slower"
+        )
+
+
 def _ends(layer: CompiledLinear) -> tuple[int, int]:
     """Return the first of the outputs that are compared first, and of those that are compared last."""
     return 0, max(0, layer.num_outputs - COMPARED_OUTPUTS)
@@ -136,6 +167,8 @@ def _warn_once(message: str) -> None:
 def join(tensors: Sequence[Tensor]) -> Tensor:
     """Return one tensor. It is no copy if the tensors follow one another in memory."""
     first, *others = tensors
+    if any(isinstance(each, CodedWeight) for each in tensors):
+        return torch.cat(list(tensors)) if others else first
     ends = [each.data_ptr() + each.nbytes for each in tensors]
     is_in_order = all(each.data_ptr() == end for each, end in zip(others, ends, strict=False))
     storages = {each.untyped_storage().data_ptr() for each in tensors}
@@ -156,7 +189,7 @@ _accepted: dict[tuple[object, ...], bool] = {}
 """Results of the comparisons with torch, by shape."""
 
 
-def _is_accepted(packed: CompiledLinear, weights: Sequence[Tensor], bias: Tensor | None) -> bool:
+def _is_accepted(packed: KernelLinear, weights: Sequence[Tensor], bias: Tensor | None) -> bool:
     """Whether the first and the last outputs of a layer are those of torch. Each shape is compared once."""
     key = (packed.name, bias is None, packed.num_inputs, packed.num_outputs, packed.dtype, weights[0].dtype)
     if key not in _accepted:
@@ -169,12 +202,24 @@ def _is_accepted(packed: CompiledLinear, weights: Sequence[Tensor], bias: Tensor
     return _accepted[key]
 
 
-def _is_like_torch(packed: CompiledLinear, weights: Sequence[Tensor], bias: Tensor | None, num_rows: int) -> bool:
-    generator, shape = torch.Generator().manual_seed(0), (num_rows, packed.num_inputs)
-    inputs = torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(packed.dtype)
+def is_like_numbers(layer: PackedLinear, weight: CodedWeight, bias: Tensor | None) -> bool:
+    """Whether a layer of codes on a GPU gives the results of torch with their numbers, for few rows and for many."""
+    numbers, limit = weight.numbers(), LARGEST_DIFFERENCE.get(layer.dtype, LARGEST_DIFFERENCE[torch.bfloat16])
+    for num_rows in (*COMPARED_ROWS, MANY_ROWS):
+        inputs = _random_inputs(layer, num_rows).to(weight.device)
+        outputs = inputs.new_empty(num_rows, layer.num_outputs)
+        layer.into(inputs, outputs)
+        if not _is_close(limit, outputs, F.linear(inputs, numbers, bias)):
+            return False
+    return True
+
+
+def _is_like_torch(packed: KernelLinear, weights: Sequence[Tensor], bias: Tensor | None, num_rows: int) -> bool:
+    inputs = _random_inputs(packed, num_rows)
     outputs = packed.forward(inputs)
     first, last = weights[0][:COMPARED_OUTPUTS], weights[-1][-COMPARED_OUTPUTS:]
-    limit = (LARGEST_ROUNDED_DIFFERENCE if packed.is_quantized else LARGEST_DIFFERENCE)[packed.dtype]
+    is_rounded = isinstance(packed, CompiledLinear) and packed.is_quantized
+    limit = (LARGEST_ROUNDED_DIFFERENCE if is_rounded else LARGEST_DIFFERENCE)[packed.dtype]
     return all(
         _is_close(
             limit,
@@ -183,6 +228,11 @@ def _is_like_torch(packed: CompiledLinear, weights: Sequence[Tensor], bias: Tens
         )
         for part, weight in ((slice(len(first)), first), (slice(-len(last), None), last))
     )
+
+
+def _random_inputs(layer: PackedLinear, num_rows: int) -> Tensor:  # [M, K]
+    generator, shape = torch.Generator().manual_seed(0), (num_rows, layer.num_inputs)
+    return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(layer.dtype)
 
 
 def _is_close(limit: float, outputs: Tensor, expected: Tensor) -> bool:

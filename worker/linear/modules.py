@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from millrace.worker.kernels.library import KERNEL_DTYPES
 from millrace.worker.linear.choice import join, join_biases, pack_linear
+from millrace.worker.linear.codes import CodedWeight
 from millrace.worker.linear.packed import PackedLinear, TorchLinear
 
 IS_READ = "_is_read"
@@ -78,15 +79,23 @@ def as_parameter(layer: PackedLinear) -> nn.Parameter:
 def merge_modules(linears: list[nn.Linear], dtype: torch.dtype, kind: type[TorchLinear] = TorchLinear) -> PackedLinear:
     """Return one layer of this kind for several, on their device. The first module has the weights of all, and they stay its
     parameters; the others have none."""
-    first, *others = linears
-    if others:
-        bias = join_biases([each.weight for each in linears], [each.bias for each in linears])
-        first.weight = nn.Parameter(join([each.weight for each in linears]), requires_grad=False)
-        first.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-        for each in others:
-            each.weight = nn.Parameter(first.weight.new_empty(0), requires_grad=False)
-            each.register_parameter("bias", None)
+    first = linears[0]
+    weight = join([each.weight for each in linears])
+    if isinstance(weight, CodedWeight):
+        weight = weight.numbers()
+    if weight is not first.weight:
+        give_weight(linears, weight, join_biases([each.weight for each in linears], [each.bias for each in linears]))
     return kind(first.weight, first.bias, dtype)
+
+
+def give_weight(linears: list[nn.Linear], weight: Tensor, bias: Tensor | None) -> None:
+    """Let the first module have the weight and the bias of all, and the others none."""
+    first, *others = linears
+    first.weight = nn.Parameter(weight, requires_grad=False)
+    first.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    for each in others:
+        each.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        each.register_parameter("bias", None)
 
 
 def _shared_weights(model: nn.Module) -> set[Tensor]:

@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.worker.kernels.library import KERNEL_DTYPES, KERNEL_INT8, Kernels, LinearCall, PackCall, check
+from millrace.worker.kernels.library import (
+    KERNEL_CODES_4,
+    KERNEL_CODES_8,
+    KERNEL_DTYPES,
+    KERNEL_FLOATS_8,
+    KERNEL_INT8,
+    Kernels,
+    LinearCall,
+    PackCall,
+    check,
+)
+from millrace.worker.linear.codes import CodedWeight
 
 LARGE_BYTES = 32 << 20
 """Memory of this size is always returned to the system when it is released."""
@@ -78,8 +89,35 @@ class PackedLinear(ABC):
         return self._kept[:num_rows]
 
 
-class CompiledLinear(PackedLinear):
+class KernelLinear(PackedLinear):
     """A layer that the compiled kernel computes, from weights in panels."""
+
+    bias: Tensor | None  # [N] float32
+
+    def _make_call(self, kernels: Kernels, panels: Tensor, weight_dtype: int, bias: Tensor | None) -> None:
+        """Fill the fields of a call that stay the same."""
+        self.weights, self.bias = panels, None if bias is None else bias.float().contiguous()
+        self._call = LinearCall(
+            panels=self.weights.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            num_outputs=self.num_outputs,
+            num_inputs=self.num_inputs,
+            weight_dtype=weight_dtype,
+            input_dtype=KERNEL_DTYPES[self.dtype],
+            output_dtype=KERNEL_DTYPES[self.output_dtype],
+        )
+        self._reference, self._linear = ctypes.byref(self._call), kernels.table.linear
+
+    def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
+        call = self._call
+        call.input, call.output = inputs.data_ptr(), outputs.data_ptr()
+        call.num_rows, call.accumulates, call.num_threads = inputs.shape[0], accumulate, torch.get_num_threads()
+        if self._linear(self._reference):
+            check(-1)
+
+
+class CompiledLinear(KernelLinear):
+    """A layer of weights in float32, bfloat16 or 8 bits."""
 
     name = "compiled kernel"
 
@@ -96,21 +134,10 @@ class CompiledLinear(PackedLinear):
         super().__init__(weights[0].shape[1], sum(map(len, weights)), dtype, output_dtype or dtype)
         self.row_dtype = weights[0].dtype
         """Dtype of `weight_rows`: that of the weights before they were packed."""
-        self.weights = _to_panels(weights, self.num_outputs, kernels)
+        self._make_call(kernels, _to_panels(weights, self.num_outputs, kernels), KERNEL_DTYPES[self.row_dtype], bias)
         self._weight_scales: Tensor | None = None
-        self.bias = None if bias is None else bias.float().contiguous()
-        self._call = LinearCall(
-            panels=self.weights.data_ptr(),
-            bias=None if self.bias is None else self.bias.data_ptr(),
-            num_outputs=self.num_outputs,
-            num_inputs=self.num_inputs,
-            weight_dtype=KERNEL_DTYPES[self.row_dtype],
-            input_dtype=KERNEL_DTYPES[dtype],
-            output_dtype=KERNEL_DTYPES[self.output_dtype],
-        )
-        self._reference = ctypes.byref(self._call)
         self._screen: tuple[Tensor, Tensor, Tensor] | None = None
-        self._linear, self._pack, self._unpack = kernels.table.linear, kernels.table.pack, kernels.table.unpack
+        self._pack, self._unpack = kernels.table.pack, kernels.table.unpack
 
     def screen_argmax(self) -> None:
         """Let `argmax` find from rounded weights and inputs the outputs that can be the largest, and compute only these
@@ -168,13 +195,6 @@ class CompiledLinear(PackedLinear):
         self._call.weight_dtype, self._call.rounded = KERNEL_INT8, None
         self.name = "compiled kernel, int8"
 
-    def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
-        call = self._call
-        call.input, call.output = inputs.data_ptr(), outputs.data_ptr()
-        call.num_rows, call.accumulates, call.num_threads = inputs.shape[0], accumulate, torch.get_num_threads()
-        if self._linear(self._reference):
-            check(-1)
-
     def weight_rows(self, output_ids: Tensor, rows: Tensor) -> None:  # [M], [M, K]
         """Fill rows of `row_dtype` with the weights of some outputs, as they were before they were packed. Of a quantized
         layer they are as they were rounded, and the rows may be float32 or bfloat16. The ids (int64) and rows are contiguous
@@ -212,6 +232,46 @@ class CompiledLinear(PackedLinear):
         call.num_rows, call.num_threads = num_rows, torch.get_num_threads()
         check(self._linear(self._reference))
         return peaks, token_ids
+
+
+class CodedLinear(KernelLinear):
+    """A layer of weights that are codes of a quantized checkpoint."""
+
+    def __init__(
+        self, weight: CodedWeight, bias: Tensor | None, kernels: Kernels, dtype: torch.dtype, output_dtype: torch.dtype
+    ) -> None:
+        num_outputs, num_inputs = weight.shape
+        super().__init__(num_inputs, num_outputs, dtype, output_dtype)
+        coded, width = weight.coded, kernels.table.panel_outputs
+        table = torch.zeros(16, dtype=torch.float32, device="cpu") if coded.table is None else coded.table
+        self._others = {
+            "code_table": table,
+            "code_scales": _by_panel(coded.scales, width),
+            "code_zeros": None if coded.zeros is None else _by_panel(coded.zeros, width),
+            "groups": coded.groups.contiguous(),
+        }
+        kind = {torch.uint8: KERNEL_CODES_4, torch.int8: KERNEL_CODES_8}.get(coded.codes.dtype, KERNEL_FLOATS_8)
+        self.name = f"compiled kernel, codes of {4 if kind == KERNEL_CODES_4 else 8} bits"
+        self._make_call(kernels, _by_panel(coded.lines(), width), kind, bias)
+        for name, tensor in self._others.items():
+            setattr(self._call, name, None if tensor is None else tensor.data_ptr())
+        self._call.num_groups, self._call.by_group = coded.scales.shape[1], coded.is_by_group
+        self.can_round = coded.is_by_group and coded.are_integers
+        """Whether the products can be those of integers."""
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether inputs are rounded to 15 bits of the largest one of their row, which is faster."""
+        return bool(self._call.rounds)
+
+    @rounds_inputs.setter
+    def rounds_inputs(self, rounds: bool) -> None:
+        self._call.rounds = rounds and self.can_round
+
+
+def _by_panel(rows: Tensor, width: int) -> Tensor:  # [N, E] -> [panels, E, width]
+    """Exchange rows and entries in panels of `width` rows. The last panel is filled up with zeros."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % width)).reshape(-1, width, rows.shape[1]).transpose(1, 2).contiguous()
 
 
 def _byte_lines(num_inputs: int) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from millrace.worker.errors import WeightsChanged
+from millrace.worker.linear.codes import CodedWeight
 
 _PIECE_BYTES = 1 << 18
 """What has one sum. It stays in the cache of a core, and torch does not divide the work on one piece."""
@@ -38,7 +40,18 @@ def weights_checksum(model: nn.Module) -> int:
     """Return one checksum of what was read from the model's files. Hosts may round computed buffers differently."""
     # A tensor of two names counts once: the state has one object for it.
     state = {id(tensor): (name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    return zlib.crc32(repr(sorted(_checksums(dict(state.values())).items())).encode())
+    tensors = dict(chain.from_iterable(_stored(name, tensor) for name, tensor in state.values()))
+    return zlib.crc32(repr(sorted(_checksums(tensors).items())).encode())
+
+
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold a parameter: several of a weight that is codes."""
+    if not isinstance(tensor, CodedWeight):
+        yield name, tensor
+        return
+    for field, part in tensor.coded._asdict().items():
+        if part is not None:
+            yield f"{name}.{field}", part
 
 
 def _checksums(tensors: dict[str, Tensor]) -> dict[str, int]:

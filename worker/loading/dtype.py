@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
+from millrace.executor.wire.messages import WorkerConfig
 from millrace.worker.errors import ModelError
-from millrace.worker.kernels.library import find_kernels, has_bfloat16
+from millrace.worker.kernels.library import KERNEL_DTYPES, find_kernels, has_bfloat16
 from millrace.worker.kv_pool import FP8
 from millrace.worker.linear.modules import widened_linear
 from millrace.worker.loading.tensor_files import MAPPED_DTYPES, Source, StoredTensor
+from millrace.worker.triton_support import find_triton
 
 logger = logging.getLogger("millrace.worker")
 
+LARGEST_SHARE = 0.5
+"""Of a GPU's memory, for weights in 16 bits: more of them stay quantized, which is slower for many rows."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,9 +49,24 @@ def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.
 def can_keep_bfloat16(dtype: torch.dtype, weights: dict[str, Source], device: torch.device) -> bool:
     """Whether float32 layers keep weights that are stored in bfloat16. The numbers are the same, since the compiled kernel
     widens them on the way. They take half of the memory, and half of the time at few rows."""
-    kernels = find_kernels() if device.type == "cpu" and dtype == torch.float32 else None
-    is_faster = kernels is not None and kernels.instruction_set != "generic"
-    return is_faster and all(tensor.dtype == "BF16" for tensor in weights.values())
+    return (
+        dtype == torch.float32 and _packs_weights(device) and all(tensor.dtype == "BF16" for tensor in weights.values())
+    )
+
+
+def keeps_codes(config: WorkerConfig, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the weights of quantized checkpoints stay codes, which the kernels of linear layers compute with. On a GPU
+    they do where those of the meta model would take much of its memory."""
+    if device.type == "cuda":
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        memory = config.gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory
+        return num_bytes > LARGEST_SHARE * memory and dtype != torch.float32 and find_triton()
+    return config.quantization is None and dtype in KERNEL_DTYPES and _packs_weights(device)
+
+
+def _packs_weights(device: torch.device) -> bool:
+    kernels = find_kernels() if device.type == "cpu" else None
+    return kernels is not None and kernels.instruction_set != "generic"
 
 
 def keep_bfloat16(model: PreTrainedModel) -> None:

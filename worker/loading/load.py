@@ -26,6 +26,7 @@ from millrace.worker.loading.dtype import (
     choose_kv_cache_dtype,
     declared_dtype,
     keep_bfloat16,
+    keeps_codes,
 )
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.part import ModelPart
@@ -83,7 +84,7 @@ def load_model(
     max_model_len = longest_sequence(model_config, config.max_model_len)
     with timed(logger, "read weights"):
         try:
-            load_weights(model, part, weights, device)
+            load_weights(model, part, weights, device, dtype if keeps_codes(config, model, dtype, device) else None)
         except WeightsDiffer as difference:
             logger.info("transformers converts the checkpoint, because %s", difference)
             model = _load_converted(model, part, weights, topology, device, dtype)

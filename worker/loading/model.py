@@ -61,9 +61,7 @@ def read_config(directory: Path) -> PretrainedConfig:
         if (directory / ADAPTER_FILE).exists():
             logger.warning("the LoRA adapter in %s is not used, since there is a whole model", directory)
         if settings := quantization_settings(directory):
-            logger.info(
-                "the weights are quantized (%s): they are converted while they are loaded", settings["quant_method"]
-            )
+            logger.info("the weights are quantized (%s)", settings["quant_method"])
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         config = _language_model(config)
         for name in QUANTIZATION_KEYS & vars(config).keys():  # transformers would need the quantizer's own package

@@ -1,7 +1,8 @@
 """Reads quantized checkpoints: finds the tensors that hold a quantized weight, and computes the weight from them.
 
-The weights are computed in float32 while the model is loaded, and rounded to its dtype, so the model runs as its 16-bit
-checkpoint would. Every format stores codes of a weight with scales, of one output, of a group of inputs, or of a block:
+The weights are computed in float32 and rounded to the model's dtype, while it is loaded or whenever they are used, so the
+model runs as its 16-bit checkpoint would. Every format stores codes of a weight with scales, of one output, of a group of
+inputs, or of a block:
 
     weight [outputs, inputs] = (code - zero point) * scale
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from millrace.worker.errors import ModelError, unsupported
+from millrace.worker.linear.codes import Codes, pack_halves
 from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTensor, WeightFiles
 
 QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
@@ -139,8 +141,9 @@ def without_idle_biases(weights: dict[str, Source], prefix: str, expected: froze
 
 def _computation(
     leaf: str, codes: StoredTensor, parts: dict[str, StoredTensor], settings: dict[str, Any]
-) -> Callable[[Parts], Tensor] | None:
-    """Return what computes a weight from its parts, if the tensor `leaf` of a layer holds its codes."""
+) -> Callable[[Parts], Tensor | Codes] | None:
+    """Return what computes a weight from its parts, or what makes codes of one kind of them, if the tensor `leaf` of a layer
+    holds its codes."""
     if leaf == "qweight" and "scales" in parts:
         is_awq = settings["quant_method"] == "awq" or settings.get("packing_format") in _AUTO_AWQ
         return partial(_awq if is_awq else _gptq, settings)
@@ -169,22 +172,23 @@ def _block_size(settings: dict[str, Any]) -> tuple[int, int] | None:
     return (num_outputs, num_inputs) if num_outputs > 0 and num_inputs > 0 else None
 
 
-def _bytes(block: tuple[int, int] | None, parts: Parts) -> Tensor:
+def _bytes(block: tuple[int, int] | None, parts: Parts) -> Codes:
     """Codes of one byte: float8 or int8."""
     if "SCB" in parts:  # of bitsandbytes: the largest weight of each output
-        return _scaled(parts["weight"].float(), None, parts["SCB"].float() / 127)
+        return _by_block(parts["weight"], None, parts["SCB"].float() / 127)
     scales = parts[next(name for name in _SCALES if name in parts)]
-    return _scaled(parts["weight"].float(), parts.get("weight_zero_point"), _numbers(scales), block)
+    return _by_block(parts["weight"], parts.get("weight_zero_point"), _numbers(scales), block)
 
 
-def _four_bit_floats(parts: Parts) -> Tensor:
+def _four_bit_floats(parts: Parts) -> Codes:
     """NVFP4 and MXFP4: two codes in a byte, the lower half first, a scale for each group of inputs and one for all."""
     packed = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-    numbers = torch.tensor(_E2M1, dtype=torch.float32, device=packed.device)
-    weight = _scaled(numbers[_split(packed, 4).int()], None, _numbers(parts["weight_scale"]))
+    scales = _numbers(parts["weight_scale"])
     if "weight_global_scale" in parts:  # of compressed-tensors
-        return weight.div_(parts["weight_global_scale"].float())
-    return weight.mul_(parts["weight_scale_2"].float()) if "weight_scale_2" in parts else weight
+        scales = scales / parts["weight_global_scale"].float()
+    elif "weight_scale_2" in parts:
+        scales = scales * parts["weight_scale_2"].float()
+    return _by_block(packed.view(torch.uint8), None, scales, table=_E2M1)
 
 
 def _expert_blocks(parts: Parts) -> Tensor:  # [E, K, N]
@@ -201,41 +205,44 @@ def _expert_blocks(parts: Parts) -> Tensor:  # [E, K, N]
     return weights.flatten(2).transpose(1, 2)
 
 
-def _entries_of_table(parts: Parts) -> Tensor:
+def _entries_of_table(parts: Parts) -> Tensor | Codes:
     """bitsandbytes: codes of a table in half bytes, the upper half first, and a scale for so many weights in their order,
     which may be codes of another table."""
     name = next(name for name in parts if name.startswith(_STATE))
     state = json.loads(bytes(parts[name].tolist()))
-    scales = parts["weight.absmax"]
+    scales = parts["weight.absmax"].float()
     if "weight.nested_absmax" in parts:
-        scales = parts["weight.nested_quant_map"].float()[scales.int()]
-        scales = _scaled_in_order(scales, parts["weight.nested_absmax"].float(), state["nested_blocksize"])
+        scales = parts["weight.nested_quant_map"].float()[parts["weight.absmax"].int()]
+        scales = scales * _spread(parts["weight.nested_absmax"].float(), state["nested_blocksize"], len(scales))
         scales += state["nested_offset"]
-    codes = _split(parts["weight"].flatten().view(torch.uint8), 4).view(-1, 2).flip(1).flatten()
-    weight = parts["weight.quant_map"].float()[codes[: math.prod(state["shape"])].int()]
-    return _scaled_in_order(weight, scales.float(), state["blocksize"]).view(state["shape"])
+    num_outputs, num_inputs = state["shape"]
+    packed, size = parts["weight"].flatten().view(torch.uint8), state["blocksize"]
+    table = parts["weight.quant_map"].float()
+    if num_inputs % size == 0:
+        codes = (packed << 4 | packed >> 4).view(num_outputs, num_inputs // 2)
+        return _by_block(codes, None, scales.view(num_outputs, -1), table=table.tolist())
+    weight = table[_split(packed, 4).view(-1, 2).flip(1).flatten()[: num_outputs * num_inputs].int()]
+    return (weight * _spread(scales, size, len(weight))).view(num_outputs, num_inputs)
 
 
-def _scaled_in_order(values: Tensor, scales: Tensor, size: int) -> Tensor:
-    return values * scales.repeat_interleave(size)[: len(values)]
+def _spread(scales: Tensor, size: int, num_values: int) -> Tensor:
+    return scales.repeat_interleave(size)[:num_values]
 
 
-def _packed_integers(parts: Parts) -> Tensor:
+def _packed_integers(parts: Parts) -> Codes:
     """compressed-tensors: codes in words along the inputs; zero points in words along the outputs."""
     num_outputs, num_inputs = parts["weight_shape"].tolist()
     packed, scales = parts["weight_packed"], parts["weight_scale"].float()
     num_bits = 32 * packed.shape[1] // num_inputs
-    codes = _unpack(packed, num_bits)[:, :num_inputs]
+    codes, zeros = _unpack(packed, num_bits)[:, :num_inputs], None
     if "weight_zero_point" in parts and parts["weight_zero_point"].dtype != torch.int32:  # before version 0.9
         zeros = parts["weight_zero_point"].float() + (1 << num_bits - 1)
     elif "weight_zero_point" in parts:
         zeros = _unpack(parts["weight_zero_point"].T, num_bits).T[:num_outputs].float()
-    else:
-        zeros = torch.full((1, 1), 1 << num_bits - 1, dtype=torch.float32, device=codes.device)
-    return _by_group(codes, zeros, scales, parts.get("weight_g_idx"))
+    return _by_group(codes, num_bits, zeros, scales, parts.get("weight_g_idx"))
 
 
-def _gptq(settings: dict[str, Any], parts: Parts) -> Tensor:
+def _gptq(settings: dict[str, Any], parts: Parts) -> Codes:
     """GPTQ: codes in words along the inputs, in the first dimension; zero points in words along the outputs."""
     scales = parts["scales"].float()
     num_bits = 32 * parts["qzeros"].shape[1] // scales.shape[1]
@@ -243,25 +250,32 @@ def _gptq(settings: dict[str, Any], parts: Parts) -> Tensor:
     form = settings.get("checkpoint_format") or settings.get("packing_format") or "gptq"
     if form in ("gptq", *_AUTO_GPTQ):  # the first version subtracts 1 from what it stores
         zeros += 1
-    return _by_group(_unpack(parts["qweight"].T, num_bits), zeros.T, scales.T, parts.get("g_idx"))
+    return _by_group(_unpack(parts["qweight"].T, num_bits), num_bits, zeros.T, scales.T, parts.get("g_idx"))
 
 
-def _awq(settings: dict[str, Any], parts: Parts) -> Tensor:
+def _awq(settings: dict[str, Any], parts: Parts) -> Codes:
     """AWQ: codes and zero points in words along the outputs, in an order of their own."""
     codes, zeros = (
         _unpack(parts[name], settings["bits"]).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T
         for name in ("qweight", "qzeros")
     )
-    return _by_group(codes, zeros.float(), parts["scales"].float().T, None)
+    return _by_group(codes, settings["bits"], zeros.float(), parts["scales"].float().T, None)
 
 
-def _by_group(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Tensor:
-    """Return `(codes - zeros) * scales`. `groups`: that of each input, or `None` where each has its neighbours."""
-    if groups is not None and not (groups < 0).any():
-        size = -(-len(groups) // scales.shape[1])
-        if not torch.equal(groups.long(), torch.arange(len(groups), device=groups.device) // size):
-            zeros, scales = (each[:, groups.long()] if each.shape[1] > 1 else each for each in (zeros, scales))
-    return _scaled(codes.contiguous().float(), zeros, scales)
+def _by_group(codes: Tensor, num_bits: int, zeros: Tensor | None, scales: Tensor, groups: Tensor | None) -> Codes:
+    """Return codes [N, K] of integers. `zeros`: None means that of signed integers. `groups`: that of each input, or `None`
+    where each has its neighbours."""
+    middle = 1 << num_bits - 1
+    if num_bits == 8:
+        made = _by_block((codes ^ 128).view(torch.int8), None if zeros is None else zeros - middle, scales)
+    else:
+        table = [float(code - (middle if zeros is None else 0)) for code in range(16)]
+        made = _by_block(pack_halves(codes), zeros, scales, table=table, num_inputs=codes.shape[1])
+    if groups is None or made.scales.shape[1] == 1 or (groups < 0).any():
+        return made
+    if (groups >= made.scales.shape[1]).any() or len(groups) != codes.shape[1]:
+        raise ValueError(f"an input is of group {int(groups.max())} of {made.scales.shape[1]}")
+    return made._replace(groups=groups.int())
 
 
 def _unpack(words: Tensor, num_bits: int) -> Tensor:  # [N, words * 32 / bits] uint8, from [N, words] int32
@@ -281,29 +295,36 @@ def _numbers(scale: Tensor) -> Tensor:
     return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
 
 
-def _scaled(codes: Tensor, zeros: Tensor | None, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
-    """Turn float32 codes [N, K] into weights, in place. `zeros` and `scales`: one, one for each output, or a matrix of
-    them, for blocks of the same size, which is `block` if the last ones are smaller."""
+def _by_block(
+    codes: Tensor,
+    zeros: Tensor | None,
+    scales: Tensor,
+    block: tuple[int, int] | None = None,
+    *,
+    table: Sequence[float] | None = None,
+    num_inputs: int | None = None,
+) -> Codes:
+    """Return codes [N, K], or [N, K / 2] of a table. `zeros` and `scales`: one, one for each output, or a matrix of them,
+    for blocks of the same size, which is `block` if the last ones are smaller."""
+    if table is not None and len(table) != 16:
+        raise ValueError(f"a table of {len(table)} numbers for codes of 4 bits")
+    shape = len(codes), num_inputs or codes.shape[1] * (1 if table is None else 2)
+    numbers = None if table is None else torch.tensor(table, dtype=torch.float32, device=codes.device)
+    by_output, size = _by_output(scales, shape, block)
     if zeros is not None:
-        Tensor.sub_(*_broadcast(codes, zeros.float(), block))
-    Tensor.mul_(*_broadcast(codes, scales, block))
-    return codes
+        zeros = _by_output(zeros.float(), shape, block)[0].expand_as(by_output)
+    groups = torch.arange(shape[1], dtype=torch.int32, device=codes.device).div_(size, rounding_mode="floor")
+    return Codes(codes.contiguous(), numbers, by_output, zeros, groups)
 
 
-def _broadcast(codes: Tensor, values: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-    """Return views of both, of which the second broadcasts over the first."""
-    if values.numel() == 1:
-        return codes, values.reshape(())
-    matrix = values.reshape(len(values), -1)
+def _by_output(values: Tensor, shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[Tensor, int]:
+    """Return the values of each output [N, G], and the inputs of a group."""
+    matrix = values.reshape(1, 1) if values.numel() == 1 else values.reshape(len(values), -1)
     lengths = [
         min(size, length) if math.ceil(size / length) == count else size // count
-        for size, count, length in zip(codes.shape, matrix.shape, block or codes.shape, strict=True)
+        for size, count, length in zip(shape, matrix.shape, block or shape, strict=True)
     ]
-    for size, count, length in zip(codes.shape, matrix.shape, lengths, strict=True):
+    for size, count, length in zip(shape, matrix.shape, lengths, strict=True):
         if length == 0 or math.ceil(size / length) != count:
             raise ValueError(f"{count} scales do not divide {size} weights")
-    if all(size % length == 0 for size, length in zip(codes.shape, lengths, strict=True)):
-        blocks = codes.view(matrix.shape[0], lengths[0], matrix.shape[1], lengths[1])
-        return blocks, matrix[:, None, :, None]
-    rows = matrix.repeat_interleave(lengths[0], 0)[: codes.shape[0]]
-    return codes, rows.repeat_interleave(lengths[1], 1)[:, : codes.shape[1]]
+    return matrix.repeat_interleave(lengths[0], 0)[: shape[0]], lengths[1]

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace.worker.errors import ModelError
+from millrace.worker.linear.codes import Codes
 
 MAPPED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By their names in safetensors."""
@@ -42,11 +43,11 @@ class StoredTensor:
 class DerivedTensor:
     """A tensor that is computed from others whenever it is read: a quantized weight, or one with an adapter.
 
-    `compute` is given the parts on the device of the model, and returns float32. `dtype`: of the model's weights, to which
-    that is rounded, as safetensors names it."""
+    `compute` is given the parts on the device of the model, and returns float32, or codes of it. `dtype`: of the model's
+    weights, to which that is rounded, as safetensors names it."""
 
     parts: Mapping[str, Source]
-    compute: Callable[[dict[str, Tensor]], Tensor]
+    compute: Callable[[dict[str, Tensor]], Tensor | Codes]
     dtype: str
 
 
@@ -79,6 +80,11 @@ class WeightFiles:
         """Return a stored tensor, mapped to its file, or one that is computed on a device. Raises `ModelError`."""
         if isinstance(tensor, StoredTensor):
             return self.of(tensor).tensor(tensor.name)
+        computed = self.derive(tensor, device)
+        return computed.numbers() if isinstance(computed, Codes) else computed
+
+    def derive(self, tensor: DerivedTensor, device: torch.device) -> Tensor | Codes:
+        """Return what is computed on a device. Raises `ModelError`."""
         try:
             return tensor.compute({name: self.read(part, device).to(device) for name, part in tensor.parts.items()})
         except (torch.OutOfMemoryError, torch.AcceleratorError):

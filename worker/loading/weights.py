@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, WeightsDiffer
+from millrace.worker.linear.codes import CodedWeight, Codes
 from millrace.worker.loading.model import WithoutDraws
 from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.tensor_files import DerivedTensor, Source, StoredTensor, WeightFiles
@@ -42,9 +43,17 @@ OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.masked_bias$")
 """Older checkpoints store these with each layer; now they are computed from the configuration, or constant."""
 
 
-def load_weights(model: PreTrainedModel, part: ModelPart, weights: dict[str, Source], device: torch.device) -> None:
+def load_weights(
+    model: PreTrainedModel,
+    part: ModelPart,
+    weights: dict[str, Source],
+    device: torch.device,
+    coded_dtype: torch.dtype | None = None,
+) -> None:
     """Fill a meta model with this rank's part of the weights, in the dtype of its parameters. It is then ready to run.
-    Raises `WeightsDiffer` when `weights` are not exactly the whole model's tensors, else `ModelError`."""
+    Raises `WeightsDiffer` when `weights` are not exactly the whole model's tensors, else `ModelError`.
+
+    `coded_dtype`: that of the activations, if quantized weights of linear layers are to stay codes."""
     sources = {
         target: weights[name] for target, name in _on_this_rank(model, part, _match(model, part, weights)).items()
     }
@@ -56,19 +65,50 @@ def load_weights(model: PreTrainedModel, part: ModelPart, weights: dict[str, Sou
     }
     on_host = device.type == "cpu"
     mapped = {name for name, tensor in stored.items() if on_host and _can_stay_mapped(model, name, tensor)}
-    own = _allocate(model, sources.keys() - mapped, device)
+    coded = {} if coded_dtype is None else _coded_weights(model, part, sources, files, device, coded_dtype)
+    own = _allocate(model, sources.keys() - mapped - coded.keys(), device)
     copy_all([(own[name], stored[name]) for name in own if name in stored], 1 if on_host else NUM_COPY_THREADS)
     for name in own.keys() - stored.keys():  # one at a time: they take more memory than their files
         own[name].copy_(_part_of(model, part, name, files.read(sources[name], device)))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    for name, tensor in (stored | own).items():
+    for name, tensor in (stored | own | coded).items():
         _set(model, name, tensor)
     for name in mapped:
         parameter, source = _declared(model, name), sources[name]
         assert isinstance(source, StoredTensor)
         setattr(parameter, UNMAP, weakref.finalize(parameter, files.of(source).unmapping(source.name)))
     _make_ready(model, set(sources), device)
+
+
+def _coded_weights(
+    model: PreTrainedModel,
+    part: ModelPart,
+    sources: dict[str, Source],
+    files: WeightFiles,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return the quantized weights of linear layers that can stay codes, by name."""
+    head, found = model.get_output_embeddings(), dict[str, Tensor]()
+    for name, source in sources.items():
+        module, leaf = _owner(model, name)
+        if isinstance(source, DerivedTensor) and type(module) is nn.Linear and leaf == "weight" and module is not head:
+            computed = files.derive(source, device)
+            if isinstance(computed, Codes) and computed.can_stay:
+                found[name] = _part_of(model, part, name, CodedWeight(computed, dtype))
+    if found:
+        mib = sum(weight.nbytes for weight in found.values()) / (1 << 20)
+        logger.info("the weights of %d linear layers stay quantized, in %.1f MiB", len(found), mib)
+    return found
+
+
+def use_numbers(model: nn.Module) -> None:
+    """Replace the weights that are still codes by their numbers: each use would compute these."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, CodedWeight):
+                setattr(module, name, nn.Parameter(parameter.numbers(), requires_grad=False))
 
 
 def own_weights(model: nn.Module) -> None:

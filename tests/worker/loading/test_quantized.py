@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from millrace.worker.errors import ModelError
+from millrace.worker.fusion.operations import CompiledOperations
+from millrace.worker.kernels.library import find_kernels
+from millrace.worker.linear.codes import CodedWeight
+from millrace.worker.linear.packed import CodedLinear
 from millrace.worker.parallel.topology import Topology
 from tests.worker.driver import Driver, start_worker
 from tests.worker.loading.test_load import WEIGHTS, edit_config, edit_weights, load
 from tests.worker.loading.test_part import load_part
-from tests.worker.models import make_model
+from tests.worker.models import CONFIGS, RECURRENT, make_model
 from tests.worker.test_parity import MAX_TOKENS, check_close_to_transformers, prompts
 
 GROUP = 16
@@ -202,8 +206,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {
 }
 
 
-def quantize_model(path: Path, name: str, to: Path) -> None:
-    """Quantize the layers of a model in place, and save the model with the weights that they stand for in another place."""
+def quantize_model(path: Path, name: str, to: Path, dtype: str = "bfloat16") -> None:
+    """Quantize the layers of a model in place, and save the model with the weights that they stand for, rounded to this
+    dtype, in another place."""
     settings, quantize = FORMATS[name]
     torch.manual_seed(0)
     stored: dict[str, Tensor] = {}
@@ -214,7 +219,7 @@ def quantize_model(path: Path, name: str, to: Path) -> None:
             parts, weight = quantize(tensor)
             del stored[key]
             stored |= {key.removesuffix("weight") + part: each.contiguous() for part, each in parts.items()}
-            plain[key] = weight.bfloat16()
+            plain[key] = weight.to(getattr(torch, dtype))
     to.mkdir()
     (to / "config.json").write_bytes((path / "config.json").read_bytes())
     save_file(plain, to / WEIGHTS, metadata={"format": "pt"})
@@ -229,9 +234,12 @@ def make_bfloat16(arch: str, path: Path, **overrides: Any) -> None:
 
 
 def check_same(model: nn.Module, expected: nn.Module) -> None:
-    """All parameters are equal, but for a few that were rounded to bfloat16 from float32 products in another order."""
+    """All parameters are equal, but for products in another order: in float32, and a few that were rounded to bfloat16."""
     for name, parameter in model.named_parameters():
         other = expected.get_parameter(name)
+        if other.dtype == torch.float32:  # what is stored as bfloat16 may stay so
+            assert torch.allclose(parameter.float(), other, rtol=2**-20, atol=0), name
+            continue
         assert parameter.dtype == other.dtype, name
         assert torch.allclose(parameter, other, rtol=2**-7, atol=0), name
         assert (parameter != other).float().mean() < 0.01, name
@@ -242,16 +250,63 @@ def check_same(model: nn.Module, expected: nn.Module) -> None:
 def test_a_weight_is_what_its_codes_and_scales_say(name: str, dtype: str, tmp_path: Path) -> None:
     path, plain = tmp_path / "model", tmp_path / "plain"
     make_bfloat16("llama", path)
-    quantize_model(path, name, plain)
+    quantize_model(path, name, plain, dtype)
     check_same(load(path, dtype=dtype)[0], load(plain, dtype=dtype)[0])
 
 
 @pytest.mark.parametrize("name", ["fp8", "packed 8, zeros"])
 def test_a_model_generates_what_transformers_does_with_these_weights(name: str, tmp_path: Path) -> None:
     make_bfloat16("qwen3", tmp_path / "model")
-    quantize_model(tmp_path / "model", name, tmp_path / "plain")
+    quantize_model(tmp_path / "model", name, tmp_path / "plain", "float32")
     requests = Driver(start_worker(tmp_path / "model", dtype="float32"), seed=1).run(prompts(1), MAX_TOKENS)
     check_close_to_transformers(tmp_path / "plain", requests, torch.float32, 0.002)
+
+
+@pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
+@pytest.mark.parametrize("arch", ["llama", "phi3", "olmo2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["fp8", "gptq 4", "packed 8, zeros"])
+def test_codes_stay_in_memory(name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do in fused forward passes and in modules; gates of attention and recurrent layers divide and merge weights."""
+    monkeypatch.setattr(f"{__name__}.GROUP", 32 if name.startswith("packed") else 64)
+    base, overrides = (
+        (arch, {}) if arch in CONFIGS | RECURRENT else ("llama", {"model_type": arch, "rope_parameters": None})
+    )
+    make_bfloat16(base, tmp_path / "model", **overrides)
+    quantize_model(tmp_path / "model", name, tmp_path / "plain")
+    worker = start_worker(tmp_path / "model")
+    plain = start_worker(tmp_path / "plain")
+    assert worker._model.facts.weight_bytes < 0.9 * plain._model.facts.weight_bytes
+    if arch != "olmo2":
+        assert worker._model.decoder is not None
+        operations = worker._model.decoder.operations
+        assert isinstance(operations, CompiledOperations)
+        assert sum(isinstance(each, CodedLinear) for each in operations._layers) >= 3
+    assert not any(isinstance(each, CodedWeight) for each in worker._model.module.parameters())
+    requests = Driver(worker, seed=1).run(prompts(1), MAX_TOKENS)
+    check_close_to_transformers(tmp_path / "plain", requests, torch.bfloat16, 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("name", ["fp8", "gptq 4", "compressed int8"])
+def test_codes_stay_in_the_memory_of_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from millrace.worker.linear.codes_triton import CodedTritonLinear
+
+    monkeypatch.setattr(f"{__name__}.GROUP", 64)
+    monkeypatch.setattr("millrace.worker.loading.dtype.LARGEST_SHARE", 0.0)
+    make_bfloat16("llama", tmp_path / "model")
+    quantize_model(tmp_path / "model", name, tmp_path / "plain")
+    worker = start_worker(tmp_path / "model", device="cuda")
+    assert worker._model.decoder is not None
+    assert isinstance(worker._model.decoder.layers[0].output, CodedTritonLinear)
+    check_close_to_transformers(
+        tmp_path / "plain", Driver(worker, seed=1).run(prompts(1), MAX_TOKENS), torch.bfloat16, 0.1
+    )
+    worker.sleep(1)
+    worker.wake_up(["weights", "kv_cache"], 2)
+    check_close_to_transformers(
+        tmp_path / "plain", Driver(worker, seed=2).run(prompts(2), MAX_TOKENS), torch.bfloat16, 0.1
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8", "packed 4", "compressed nvfp4"])
