@@ -120,7 +120,7 @@ class DeviceOperations:
         if not can_multiply(weight) or not self._takes_codes.get(key, True):
             return None
         bias = join_biases([each.weight for each in modules], [each.bias for each in modules])
-        layer = CodedTritonLinear(weight, bias, self.workspace, kind)
+        layer = CodedTritonLinear(weight, bias, partial(self.workspace.rows, "weights"), kind)
         if key not in self._takes_codes:
             try:
                 is_close = is_like_numbers(layer, weight, bias)

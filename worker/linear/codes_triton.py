@@ -6,12 +6,13 @@ Shapes: M rows, K inputs, N outputs, G groups of inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.launch_triton import capability, launch_options, wait_for_earlier_kernels
 from millrace.worker.linear.codes import CodedWeight
 from millrace.worker.linear.modules import give_weight
@@ -40,15 +41,17 @@ class CodedTritonLinear(PackedLinear):
 
     name = "Triton, codes"
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None, workspace: Workspace, kind: type[TorchLinear]) -> None:
-        """`kind`: computes the products of many rows."""
+    def __init__(
+        self, weight: CodedWeight, bias: Tensor | None, buffer: Callable[[int, int], Tensor], kind: type[TorchLinear]
+    ) -> None:
+        """`buffer`: returns memory [N, K] that layers share. `kind`: computes the products of many rows from it."""
         coded = weight.coded
-        super().__init__(weight.shape[1], weight.shape[0], workspace.dtype, workspace.dtype)
+        super().__init__(weight.shape[1], weight.shape[0], weight.dtype, weight.dtype)
         # Triton's interpreter cannot load parts of a tile of float8.
         self.weights = _kept(coded.codes.view(torch.uint8) if coded.codes.is_floating_point() else coded.codes)
         self._scales, self._bias = _kept(coded.scales), bias
         self._zeros = None if coded.zeros is None else _kept(coded.zeros)
-        self._workspace, self._kind = workspace, kind
+        self._buffer, self._kind = buffer, kind
         self._codes = FOURS if coded.table is not None else FLOATS if coded.codes.is_floating_point() else INTEGERS
         self._middle = 0 if coded.table is None else -int(coded.table[0])
         self._group_size = coded.group_size
@@ -65,7 +68,7 @@ class CodedTritonLinear(PackedLinear):
         num_rows = inputs.shape[0]
         scales, zeros, bias = self._scales, self._zeros, self._bias
         if num_rows > MOST_ROWS or self._kind is not TorchLinear:  # another kind: results do not depend on the rows
-            weights = self._workspace.rows("weights", self.num_outputs, self.num_inputs)
+            weights = self._buffer(self.num_outputs, self.num_inputs)
             grid = triton.cdiv(self.num_outputs, TILE_OUTPUTS), triton.cdiv(self.num_inputs, TILE_INPUTS)
             _widen[grid](
                 *(self.weights, scales, zeros, weights, self.num_outputs, self.num_inputs, self._group_size),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,7 @@ def test_results_are_those_of_the_numbers(kind: str, shape: tuple[int, int, int]
     bias = torch.randn(shape[1]).to(dtype)
     numbers, tolerance = weight.coded.numbers(), 4 * TOLERANCES[dtype]
     for linear in (TorchLinear, TritonLinear):
-        layer = CodedTritonLinear(weight, bias, Workspace(dtype, CPU), linear)
+        layer = CodedTritonLinear(weight, bias, partial(Workspace(dtype, CPU).rows, "weights"), linear)
         for num_rows in (1, 17, 65, 257):
             inputs = torch.randn(num_rows, shape[0]).to(dtype)
             expected = F.linear(inputs.float(), numbers, bias.float())
