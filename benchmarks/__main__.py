@@ -80,7 +80,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=default_parts, metavar="PART", help="parts to run")
     parser.add_argument("--repeat", type=int, metavar="N", help="rounds of each part (default: the part's own number)")
     parser.add_argument("--quick", action="store_true", help="one round with little work: shows that a part runs")
-    workload_help = "of offline, service and peers: W1 W2 W3 W4 W5 TINY STEP1 STEP256 ...; of offline: W1-SCHEMAS"
+    workload_help = "of offline, service and peers: W1 W2 W3 W4 W5 W6 TINY STEP1 STEP256 ...; of offline: W1-SCHEMAS"
     parser.add_argument("--workload", nargs="+", default=[], metavar="NAME", help=workload_help)
     engines = [kind.name for kind in peers.kinds()]
     parser.add_argument("--engine", nargs="+", default=[], choices=engines, help="of the part peers")

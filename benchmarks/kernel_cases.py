@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from benchmarks import batches
+from benchmarks.models import GPTQ_GROUP
 from benchmarks.timing import best_s
 from millrace.executor.wire.messages import LogitsSettings
 from millrace.worker import import_modules
 from millrace.worker.kv_pool import KVPool, LayerSpec
-from millrace.worker.linear.choice import pack_linear
+from millrace.worker.linear.choice import pack_linear, round_inputs
+from millrace.worker.linear.codes import CodedWeight, Codes
 from millrace.worker.linear.packed import CompiledLinear
 from millrace.worker.sampler import sample
 
@@ -78,17 +80,28 @@ def _linear_cases() -> Iterator[Case]:
         if isinstance(quantized, CompiledLinear):
             quantized.quantize()
             layers.append((quantized, f"{dtype_name}_int8"))
+            coded = pack_linear([CodedWeight(_gptq_codes(outputs, inputs), dtype)])
+            round_inputs([coded])
+            layers.append((coded, f"{dtype_name}_gptq"))
         for num_rows, (layer, kind) in product(MATRIX_ROWS, layers):
             rows = torch.randn(num_rows, inputs).to(dtype)
             name = f"linear_{num_rows}x{inputs}x{outputs}_{kind}"
             if num_rows == 1:
-                yield name, "gb_per_s", inputs * outputs * layer.weights.itemsize, partial(layer.forward, rows)
+                yield name, "gb_per_s", layer.weights.nbytes, partial(layer.forward, rows)
             else:
                 yield name, "gflops", 2.0 * num_rows * inputs * outputs, partial(layer.forward, rows)
     num_rows, inputs = HEAD
     head, rows = pack_linear([torch.randn(VOCAB_SIZE, inputs)]), torch.randn(num_rows, inputs)
     run = partial(head.argmax, rows) if isinstance(head, CompiledLinear) else lambda: head.forward(rows).max(dim=-1)
     yield f"head_argmax_{num_rows}x{inputs}x{VOCAB_SIZE}_float32", "gflops", 2.0 * num_rows * inputs * VOCAB_SIZE, run
+
+
+def _gptq_codes(outputs: int, inputs: int) -> Codes:
+    """Codes of 4 bits in groups of GPTQ_GROUP, or in one."""
+    size = GPTQ_GROUP if inputs % GPTQ_GROUP == 0 else inputs
+    codes = torch.randint(256, (outputs, inputs // 2)).to(torch.uint8)
+    scales = torch.rand(outputs, inputs // size)
+    return Codes(codes, torch.arange(-8.0, 8.0), scales, None, (torch.arange(inputs) // size).int())
 
 
 def _sampling_cases(num_rows: int) -> Iterator[Case]:

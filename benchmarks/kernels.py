@@ -43,7 +43,7 @@ def _rates(cases: Cases, of_torch: Cases) -> Cases:
             "us": round(one["us"], 1),
             one["unit"]: round(one["amount"] / one["us"] / 1e3, 2),
             "over_torch": round(
-                of_torch[name.removesuffix("_int8")]["us"] / one["us"], 3
+                of_torch[name.removesuffix("_int8").removesuffix("_gptq")]["us"] / one["us"], 3
             ),  # torch has the exact weights
         }
         for name, one in cases.items()

@@ -4,6 +4,7 @@
     qwen3-0.6b-random   the shape of Qwen3-0.6B, bfloat16
     qwen3-14b-random    the shape of Qwen3-14B, bfloat16, all layers with the same weights
     qwen3.5-0.8b-random the shape of Qwen3.5-0.8B, bfloat16
+    qwen3-0.6b-gptq-random qwen3-0.6b-random with weights in 4 bits, rounded to nearest, as GPTQ stores them
 
 Matrices have the standard deviation 1 / sqrt(inputs), so that every layer changes the hidden state and the greedy tokens
 depend on attention and positions.
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT
-from benchmarks.workloads import HYBRID, LLAMA, QWEN, QWEN_14B, TINY_MODEL
+from benchmarks.workloads import HYBRID, LLAMA, QWEN, QWEN_14B, QWEN_GPTQ, TINY_MODEL
 
 HOME = Path(os.environ.get("MILLRACE_BENCH_HOME", "~/.cache/millrace-peers")).expanduser()
 """Models, logs, and the environments of other engines."""
@@ -29,6 +30,7 @@ NUM_TOKEN_IDS = 32_000
 """Of the tokenizer. A model may have more; their embeddings are small, so that they are hardly ever generated."""
 TEXT_BYTES = 24_000_000
 """Text that the tokenizer is trained on."""
+GPTQ_GROUP = 128
 SEEDS = {LLAMA: 15, QWEN: 600, QWEN_14B: 14, HYBRID: 800}
 
 
@@ -56,6 +58,9 @@ def read_config(name: str) -> dict[str, Any]:
 
 
 def _save(name: str, path: Path) -> None:
+    if name == QWEN_GPTQ:
+        save_gptq(find(QWEN), path)
+        return
     import torch
     from transformers import (
         LlamaConfig,
@@ -122,6 +127,40 @@ def save_repeated(model: Any, num_layers: int, path: Path) -> None:
     config = model.config.to_dict() | {"num_hidden_layers": num_layers, "architectures": [type(model).__name__]}
     config |= {"dtype": str(model.dtype).removeprefix("torch."), "layer_types": None}
     (path / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def save_gptq(of: Path, path: Path) -> None:
+    """Save a model with the layers of another one rounded to 4 bits, in groups of 128 inputs with a scale each."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(of, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    stored: dict[str, Any] = {}
+    for name, weight in load_file(of / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = weight
+            continue
+        layer, groups = name.removesuffix(".weight"), weight.float().unflatten(1, (-1, GPTQ_GROUP))
+        scales = (groups.abs().amax(2) / 7.5).half()
+        codes = (groups / scales[..., None].float() + 8).round().clamp(0, 15).flatten(1)
+        zeros = torch.full_like(scales, 7)  # one less than the zero point
+        stored[f"{layer}.qweight"] = _words(codes).T.contiguous()
+        stored[f"{layer}.qzeros"] = _words(zeros.T)
+        stored[f"{layer}.scales"] = scales.T.contiguous()
+        stored[f"{layer}.g_idx"] = (torch.arange(weight.shape[1]) // GPTQ_GROUP).int()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((of / "config.json").read_text())
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": GPTQ_GROUP, "sym": True, "desc_act": False}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}, indent=2))
+
+
+def _words(codes: Any) -> Any:
+    """Pack codes of 4 bits [N, K] into int32 [N, K / 8], the first into the lowest bits."""
+    import torch
+
+    shifted = codes.long().unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    words = shifted.sum(2)
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
 
 
 def _fill(model: Any, seed: int) -> None:

@@ -1,9 +1,9 @@
 """Measures tokens per second of `LLM` without Redis, with the worker in a process of its own (`mp`) and in the same one
-(`uni`), in turns. `benchmarks.workloads` describes the workloads. `mp_int8` is W2 with weights in 8 bits, `mp_random` is W1
-with random sampling. `mp_quarter_pool` and `mp_quarter_pool_swap` have a quarter of the KV blocks that W1 needs, so
-sequences are preempted. The first one computes their keys and values again, the second one swaps them. W1-SCHEMAS, on
-request, compares free outputs with those that follow one JSON schema (`mp_schema`) and each one of 64 (`mp_64_schemas`),
-greedy and random.
+(`uni`), in turns. `benchmarks.workloads` describes the workloads. `mp_int8` is W2 with weights in 8 bits, `mp_gptq` with
+those of W6, `mp_random` is W1 with random sampling. `mp_quarter_pool` and `mp_quarter_pool_swap` have a quarter of the KV
+blocks that W1 needs, so sequences are preempted. The first one computes their keys and values again, the second one swaps
+them. W1-SCHEMAS, on request, compares free outputs with those that follow one JSON schema (`mp_schema`) and each one of 64
+(`mp_64_schemas`), greedy and random.
 
 `prefill_tokens` are the prompt tokens that were computed in a round, and `prefill_over_least` is their ratio to the prompts'
 tokens with what they share counted once. `roofline_share` is the ratio of the tokens per second to what the machine's
@@ -26,6 +26,7 @@ WORKLOADS = ("W1", "W2", "W3", "TINY")
 MP = EngineKind("mp", "millrace", {"executor": "mp"})
 UNI = EngineKind("uni", "millrace", {"executor": "uni"})
 INT8 = EngineKind("mp_int8", "millrace", {"executor": "mp", "quantization": "int8"})
+GPTQ = EngineKind("mp_gptq", "millrace", {"executor": "mp", "other_model": workloads.QWEN_GPTQ})
 RANDOM = EngineKind("mp_random", "millrace", {"executor": "mp", "temperature": 0.8, "top_p": 0.95})
 
 SCHEMAS = [
@@ -52,7 +53,7 @@ def _groups(name: str, *, is_quick: bool) -> list[list[EngineKind]]:
     if name == "W1-SCHEMAS":
         return [[MP, RANDOM, *SCHEMAS]]
     if name != "W1":
-        return [[MP, UNI, INT8] if name == "W2" else [MP, UNI]]
+        return [[MP, UNI, INT8, GPTQ] if name == "W2" else [MP, UNI]]
     workload = workloads.make(name, is_quick=is_quick)
     num_needed = sum(-(-(len(one.prompt) + one.num_output) // BLOCK_SIZE) for one in workload.requests)
     small = {"executor": "mp", "num_blocks": 1 + max(num_needed, 4 * workload.max_model_len // BLOCK_SIZE) // 4}

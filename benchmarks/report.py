@@ -120,7 +120,8 @@ INTRODUCTION = """\
 so the tokens mean nothing, but the work is real. [benchmarks/workloads.py](../benchmarks/workloads.py) describes the
 workloads: W1 has 256 requests of mixed lengths to a model of 15 million parameters, W2 has 32 to one of 600 million,
 W3 has 128 requests to the small model that share a prefix of 512 tokens, and W4 has 32 to it of 3,000 to 3,900 tokens.
-W5 has the lengths of W2, to a model of 800 million three quarters of whose layers are recurrent.
+W5 has the lengths of W2, to a model of 800 million three quarters of whose layers are recurrent. W6 is W2 with weights in
+4 bits (GPTQ).
 
 Engines run in turns on the same cores, each after a warm-up of 64 short requests that does not count. Figures are medians
 over the rounds, with the range of all rounds. Ratios are medians of the ratios of each round, with an interval that holds

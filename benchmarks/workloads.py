@@ -5,6 +5,7 @@
     W3         128 requests that share a prefix of 512 tokens
     W4         small model, 32 prompts of 3,000 to 3,900 tokens: the attention of prompts dominates
     W5         the lengths of W2 to a 0.8B model in bfloat16 three quarters of whose layers are recurrent
+    W6         W2 with weights in 4 bits, as GPTQ stores them in groups of 128
     NANO       0.6B model, 256 requests with prompts and outputs of 100 to 1,024 tokens: for a GPU
     NANO-14B   the same requests to a 14B model
     W1-SCHEMAS W1, for outputs that follow JSON schemas; only on request
@@ -20,6 +21,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+QWEN_GPTQ = "qwen3-0.6b-gptq-random"
 LLAMA, QWEN, QWEN_14B, TINY_MODEL = "llama-15m", "qwen3-0.6b-random", "qwen3-14b-random", "tiny_model"
 HYBRID = "qwen3.5-0.8b-random"
 TOKEN_IDS = (300, 31_000)
@@ -77,7 +79,7 @@ def is_step(name: str) -> bool:
 def make(name: str, number: int | str = 0, *, is_quick: bool = False) -> Workload:
     """Return round `number` of a workload."""
     is_nano = name in ("NANO", "NANO-14B")
-    shape = 0 if is_nano else f"shape/{'W2' if name == 'W5' else name}"
+    shape = 0 if is_nano else f"shape/{'W2' if name in ('W5', 'W6') else name}"
     tokens, lengths = random.Random(f"tokens/{name}/{number}"), random.Random(shape)
     divisor, ids = (QUICK_DIVISOR, QUICK_TOKEN_IDS) if is_quick else (1, TOKEN_IDS)
     dtype, num_shared, max_model_len = "float32", 0, 512
@@ -95,8 +97,8 @@ def make(name: str, number: int | str = 0, *, is_quick: bool = False) -> Workloa
 
     if name in ("W1", "W1-SCHEMAS"):
         model, requests = LLAMA, mixed(256, (32, 256), (64, 128))
-    elif name in ("W2", "W5"):
-        model, dtype = HYBRID if name == "W5" else QWEN, "bfloat16"
+    elif name in ("W2", "W5", "W6"):
+        model, dtype = {"W5": HYBRID, "W6": QWEN_GPTQ}.get(name, QWEN), "bfloat16"
         requests = mixed(32, (64, 256), (32, 64))
     elif name == "W3":
         prefix, count = draw(PREFIX_TOKENS), max(2, 128 // divisor)

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from benchmarks import models
 from benchmarks.engines import runner
 from benchmarks.service import Service, fixed_length
 from benchmarks.workloads import Request, Workload
@@ -30,11 +31,14 @@ class Offline(runner.Engine):
         top_p: float = 1.0,
         num_schemas: int = 0,
         idle_s: float = 0.0,
+        other_model: str | None = None,
         **options: Any,
     ) -> None:
-        """`temperature` and `top_p` make it sample. The requests take turns with `num_schemas` forms; 0: they are free.
-        It is idle for `idle_s` before the rounds: a worker of its own captures graphs then. `options` are those of `LLM`."""
+        """`other_model`: the name of one that serves the workload in place of its own. `temperature` and `top_p` make it
+        sample. The requests take turns with `num_schemas` forms; 0: they are free. It is idle for `idle_s` before the rounds:
+        a worker of its own captures graphs then. `options` are those of `LLM`."""
         self._idle_s = idle_s
+        path = path if other_model is None else models.find(other_model)
         self._llm = LLM(model=path, max_model_len=workload.max_model_len, **{"device": "cpu", **options})
         self._forms: Sequence[StructuredOutputs | None] = [
             StructuredOutputs(json=_long_schema(number)) for number in range(num_schemas)

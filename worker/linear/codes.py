@@ -1,6 +1,6 @@
 """Weights of quantized checkpoints as they are stored: codes of 4 or 8 bits, with scales.
 
-Shapes: N outputs, K inputs, G groups of inputs.
+Shapes: N outputs, K inputs, G groups of inputs. Weights of experts [E, N, K] have one more dimension before these.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 NUMBERS_AT_A_TIME = 1 << 18
 """Weights of a CPU that are computed at once, so that intermediate results stay in its cache."""
+NUMBERS_OF_A_GPU = 1 << 26
+"""Those of a GPU, so that intermediate results take little memory."""
 
 
 class Codes(NamedTuple):
@@ -30,34 +32,35 @@ class Codes(NamedTuple):
 
     def numbers(self, dtype: torch.dtype = torch.float32) -> Tensor:  # [N, K]
         """Compute the weight, in float32, and round it."""
-        num_outputs, num_inputs = self.shape
-        numbers = torch.empty(num_outputs, num_inputs, dtype=dtype, device=self.codes.device)
-        at_a_time = num_outputs if self.codes.is_cuda else max(1, NUMBERS_AT_A_TIME // max(1, num_inputs))
+        codes, scales = self.codes.flatten(0, -2), self.scales.flatten(0, -2)
+        zeros = None if self.zeros is None else self.zeros.flatten(0, -2)
+        num_rows, num_inputs, size = len(codes), len(self.groups), self.group_size
+        numbers = torch.empty(num_rows, num_inputs, dtype=dtype, device=codes.device)
+        at_a_time = NUMBERS_OF_A_GPU if codes.is_cuda else NUMBERS_AT_A_TIME
         pairs = (
             None if self.table is None else torch.cartesian_prod(self.table, self.table).flip(1)
         )  # [256, 2], of each byte
-        size = self.group_size
-        for first in range(0, num_outputs, at_a_time):
-            codes, scales = (each[first : first + at_a_time] for each in (self.codes, self.scales))
-            zeros = None if self.zeros is None else self.zeros[first : first + at_a_time]
-            part = codes.float() if pairs is None else F.embedding(codes.int(), pairs).flatten(1)[:, :num_inputs]
+        for rows in torch.arange(num_rows, device="cpu").split(max(1, at_a_time // max(1, num_inputs))):
+            chosen = slice(int(rows[0]), int(rows[-1]) + 1)
+            part = codes[chosen].float() if pairs is None else F.embedding(codes[chosen].int(), pairs).flatten(1)
+            part = part[:, :num_inputs]
+            scale, zero = scales[chosen], None if zeros is None else zeros[chosen]
             if size:
-                part, scales = part.unflatten(1, (-1, size)), scales[..., None]
-                zeros = None if zeros is None else zeros[..., None]
+                part, scale = part.unflatten(1, (-1, size)), scale[..., None]
+                zero = None if zero is None else zero[..., None]
             else:
-                scales, zeros = scales[:, self.groups], None if zeros is None else zeros[:, self.groups]
-            part = (part if zeros is None else part.sub_(zeros)).mul_(scales)
-            numbers[first : first + at_a_time] = part.view(-1, num_inputs)
-        return numbers
+                scale, zero = scale[:, self.groups], None if zero is None else zero[:, self.groups]
+            numbers[chosen] = (part if zero is None else part.sub_(zero)).mul_(scale).view(-1, num_inputs)
+        return numbers.view(self.shape)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.codes), len(self.groups)
+    def shape(self) -> tuple[int, ...]:
+        return *self.codes.shape[:-1], len(self.groups)
 
     @property
     def group_size(self) -> int:
         """Inputs of each group, if all have the same number in their order, else 0."""
-        num_inputs, num_groups = len(self.groups), self.scales.shape[1]
+        num_inputs, num_groups = len(self.groups), self.scales.shape[-1]
         size = num_inputs // num_groups
         in_order = torch.arange(num_inputs, device=self.groups.device).div_(max(1, size), rounding_mode="floor")
         return size if size * num_groups == num_inputs and torch.equal(in_order.int(), self.groups) else 0
@@ -73,7 +76,7 @@ class Codes(NamedTuple):
 
     def is_like(self, other: Codes) -> bool:
         """Whether the outputs of two weights may follow one another."""
-        kinds = {(each.codes.dtype, each.zeros is None, each.scales.shape[1]) for each in (self, other)}
+        kinds = {(each.codes.dtype, each.zeros is None, each.scales.shape[-1]) for each in (self, other)}
         is_same_table = self.table is other.table is None or (
             self.table is not None and other.table is not None and torch.equal(self.table, other.table)
         )
@@ -114,7 +117,7 @@ def pack_halves(codes: Tensor) -> Tensor:  # [N, K] uint8 -> [N, K / 2] uint8
 
 class CodedWeight(Tensor):
     """A parameter whose memory holds codes. Every operation of torch gets its numbers, but some of its rows or columns, and
-    several weights one after the other, have codes again."""
+    several weights one after the other or as one stack, have codes again."""
 
     coded: Codes
 
@@ -134,9 +137,10 @@ class CodedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if (keep := _KEEPING.get(func)) is not None and not kwargs and (kept := keep(*args)) is not None:
-            return kept
-        args, kwargs = tree_map_only(CodedWeight, CodedWeight.numbers, (args, kwargs or {}))
+        with torch.inference_mode(False), torch.no_grad():  # views of weights cannot be inference tensors
+            if (keep := _KEEPING.get(func)) is not None and not kwargs and (kept := keep(*args)) is not None:
+                return kept
+            args, kwargs = tree_map_only(CodedWeight, CodedWeight.numbers, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def numbers(self) -> Tensor:
@@ -147,7 +151,7 @@ class CodedWeight(Tensor):
         return sum(each.nbytes for each in self.coded if each is not None)
 
     def rows(self, index: Any) -> CodedWeight:
-        """Return some rows. `index`: as of a tensor."""
+        """Return some rows, or experts. `index`: as of a tensor."""
         codes, table, scales, zeros, groups = self.coded
         zeros = None if zeros is None else zeros[index]
         return CodedWeight(Codes(codes[index], table, scales[index], zeros, groups), self.dtype)
@@ -163,14 +167,13 @@ def _slice(
     begin, end, _ = slice(start, end).indices(weight.shape[dim])
     if step == 1 and dim == 0:
         return weight.rows(slice(begin, end))
-    if step != 1 or begin % 2 or end % 2 or begin >= end:
+    if step != 1 or dim != weight.dim() - 1 or begin % 2 or end % 2 or begin >= end:
         return None
     coded, per_code = weight.coded, 1 if weight.coded.table is None else 2
     groups = coded.groups[begin:end]
     first, last = int(groups.min()), int(groups.max())
-    scales, zeros = (None if each is None else each[:, first : last + 1] for each in (coded.scales, coded.zeros))
-    assert scales is not None
-    codes = coded.codes[:, begin // per_code : end // per_code]
+    codes, scales = coded.codes[..., begin // per_code : end // per_code], coded.scales[..., first : last + 1]
+    zeros = None if coded.zeros is None else coded.zeros[..., first : last + 1]
     return CodedWeight(Codes(codes, coded.table, scales, zeros, groups - first), weight.dtype)
 
 
@@ -179,24 +182,43 @@ def _index(weight: CodedWeight, indices: Sequence[Tensor | None]) -> Tensor | No
     return weight.rows(rows) if rows is not None and rows.dim() == 1 and not others else None
 
 
+def _select(weight: CodedWeight, dim: int, index: int) -> Tensor | None:
+    return weight.rows(index) if dim == 0 and weight.dim() == 3 else None
+
+
+def _unbind(weight: CodedWeight, dim: int = 0) -> list[CodedWeight] | None:
+    return [weight.rows(index) for index in range(len(weight))] if dim == 0 and weight.dim() == 3 else None
+
+
 def _cat(weights: Sequence[Tensor], dim: int = 0) -> Tensor | None:
-    """Return the weights one after the other. None: their codes are of different kinds, or groups."""
+    return _joined(torch.cat, weights, dim) if dim < weights[0].dim() - 1 else None
+
+
+def _stack(weights: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    return _joined(torch.stack, weights, dim) if dim == 0 else None
+
+
+def _joined(join: Callable[[list[Tensor], int], Tensor], weights: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Return several weights as one. None: their codes are of different kinds, or groups."""
     parts = [each.coded for each in weights if isinstance(each, CodedWeight)]
     first, dtype = parts[0], weights[0].dtype
-    if dim != 0 or len(parts) < len(weights) or not all(each.dtype == dtype for each in weights):
+    if len(parts) < len(weights) or not all(each.dtype == dtype for each in weights):
         return None
     if not all(each.is_like(first) for each in parts):
         return None
-    codes, scales = torch.cat([each.codes for each in parts]), torch.cat([each.scales for each in parts])
+    codes, scales = join([each.codes for each in parts], dim), join([each.scales for each in parts], dim)
     zeros = [each.zeros for each in parts if each.zeros is not None]
-    return CodedWeight(Codes(codes, first.table, scales, torch.cat(zeros) if zeros else None, first.groups), dtype)
+    return CodedWeight(Codes(codes, first.table, scales, join(zeros, dim) if zeros else None, first.groups), dtype)
 
 
-_KEEPING: Mapping[Any, Callable[..., Tensor | None]] = {
+_KEEPING: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.detach.default: _detach,
     torch.ops.aten.alias.default: _detach,
     torch.ops.aten.slice.Tensor: _slice,
     torch.ops.aten.index.Tensor: _index,
     torch.ops.aten.cat.default: _cat,
+    torch.ops.aten.select.int: _select,
+    torch.ops.aten.stack.default: _stack,
+    torch.ops.aten.unbind.int: _unbind,
 }
 """Operations whose result has codes."""

@@ -82,12 +82,13 @@ def load_model(
         part = ModelPart(model, topology)
         weights = without_idle_biases(weights, f"{model.base_model_prefix}.", part.whole_names)
     max_model_len = longest_sequence(model_config, config.max_model_len)
+    coded_dtype = dtype if keeps_codes(config, model, dtype, device) else None
     with timed(logger, "read weights"):
         try:
-            load_weights(model, part, weights, device, dtype if keeps_codes(config, model, dtype, device) else None)
+            load_weights(model, part, weights, device, coded_dtype)
         except WeightsDiffer as difference:
             logger.info("transformers converts the checkpoint, because %s", difference)
-            model = _load_converted(model, part, weights, topology, device, dtype)
+            model = _load_converted(model, part, weights, topology, device, dtype, coded_dtype)
     rope = fix_frequencies(model, max_model_len)
     states = RecurrentStates(model, batch_invariant=config.batch_invariant)
     with timed(logger, "probe"):
@@ -136,9 +137,10 @@ def _load_converted(
     topology: Topology,
     device: torch.device,
     dtype: torch.dtype,
+    coded_dtype: torch.dtype | None,
 ) -> PreTrainedModel:
     if topology.world_size == 1:
-        return load_converted(model, weights, device, dtype)
+        return load_converted(model, weights, device, dtype, coded_dtype if device.type == "cpu" else None)
     logger.info("each rank converts the whole checkpoint in host memory and keeps its part")
     take_weights(model, part, load_converted(model, weights, torch.device("cpu"), dtype), device)
     return model

@@ -22,6 +22,7 @@ from millrace.executor.wire.failures import is_interruption
 from millrace.worker.attention.interface import SINKS_OPTION, STEP_KEYWORD
 from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.linear.codes import CodedWeight
 from millrace.worker.linear.modules import IS_READ, widened_linear
 from millrace.worker.loading.model import LAYERS_WITHOUT_CACHE
 from millrace.worker.loading.rope import static_frequencies
@@ -90,7 +91,7 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
     probe = ProbeStep()
     positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     try:
-        with torch.inference_mode(), _on_meta(model), _WithoutProducts():
+        with torch.inference_mode(), _with_few_values(model), _WithoutProducts():
             model(
                 **_inputs(model),
                 position_ids=positions,
@@ -153,14 +154,16 @@ def runs_head_alone(model: PreTrainedModel) -> bool:
 
 
 @contextlib.contextmanager
-def _on_meta(model: PreTrainedModel) -> Iterator[None]:
-    """On the meta device, avoid what needs values: rotary frequencies by position, and grouped products of experts."""
-    if model.device.type != "meta":
+def _with_few_values(model: PreTrainedModel) -> Iterator[None]:
+    """On the meta device, avoid what needs values: rotary frequencies by position, and grouped products of experts. Of
+    experts that are codes, avoid products of all."""
+    is_meta = model.device.type == "meta"
+    if not is_meta and not any(isinstance(each, CodedWeight) for each in model.parameters()):
         yield
         return
     before, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"
     try:
-        with static_frequencies(model):
+        with static_frequencies(model) if is_meta else contextlib.nullcontext():
             yield
     finally:
         model.config._experts_implementation = before

@@ -94,9 +94,9 @@ def _coded_weights(
     for name, source in sources.items():
         module, leaf = _owner(model, name)
         if isinstance(source, DerivedTensor) and type(module) is nn.Linear and leaf == "weight" and module is not head:
-            computed = files.derive(source, device)
-            if isinstance(computed, Codes) and computed.can_stay:
-                found[name] = _part_of(model, part, name, CodedWeight(computed, dtype))
+            weight = _as_weight(files.derive(source, device), dtype)
+            if isinstance(weight, CodedWeight):
+                found[name] = _part_of(model, part, name, weight)
     if found:
         mib = sum(weight.nbytes for weight in found.values()) / (1 << 20)
         logger.info("the weights of %d linear layers stay quantized, in %.1f MiB", len(found), mib)
@@ -132,18 +132,32 @@ def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel
 class _Lazy:
     """What transformers takes for a tensor in a file: `lazy[...]` reads it."""
 
-    def __init__(self, files: WeightFiles, tensor: Source) -> None:
-        self._files, self._tensor = files, tensor
+    def __init__(self, files: WeightFiles, tensor: Source, coded_dtype: torch.dtype | None) -> None:
+        self._files, self._tensor, self._coded_dtype = files, tensor, coded_dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._files.read(self._tensor, torch.device("cpu"))[index]
+        host = torch.device("cpu")
+        if isinstance(self._tensor, DerivedTensor) and self._coded_dtype is not None:
+            return _as_weight(self._files.derive(self._tensor, host), self._coded_dtype)[index]
+        return self._files.read(self._tensor, host)[index]
+
+
+def _as_weight(computed: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+    """Return a weight that is codes if it can be."""
+    if isinstance(computed, Codes):
+        return CodedWeight(computed, dtype) if computed.can_stay else computed.numbers()
+    return computed
 
 
 def load_converted(
-    model: PreTrainedModel, weights: dict[str, Source], device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel,
+    weights: dict[str, Source],
+    device: torch.device,
+    dtype: torch.dtype,
+    coded_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Load the same model with transformers, which renames and merges the tensors of some checkpoints, such as those of
-    experts. Raises `WeightsDiffer` when they still do not fit."""
+    experts. `coded_dtype`: see `load_weights`; only on a CPU. Raises `WeightsDiffer` when they still do not fit."""
     loaded: Any
     info: dict[str, Any]
     files = WeightFiles()
@@ -154,7 +168,7 @@ def load_converted(
         loaded, info = type(model).from_pretrained(  # type: ignore[misc]
             None,
             config=model.config,
-            state_dict={name: _Lazy(files, tensor) for name, tensor in weights.items()},
+            state_dict={name: _Lazy(files, tensor, coded_dtype) for name, tensor in weights.items()},
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             ignore_mismatched_sizes=True,
@@ -163,7 +177,12 @@ def load_converted(
     missing = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
     if missing or info["unexpected_keys"]:
         raise WeightsDiffer(_difference(model, missing, info["unexpected_keys"]))
-    return loaded.to(device).requires_grad_(False).eval()
+    for embedding in (loaded.get_input_embeddings(), loaded.get_output_embeddings()):
+        if embedding is not None:
+            use_numbers(embedding)
+    if device.type != "cpu":
+        loaded = loaded.to(device)
+    return loaded.requires_grad_(False).eval()
 
 
 @contextmanager
