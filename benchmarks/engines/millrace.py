@@ -35,8 +35,8 @@ class Offline(runner.Engine):
         **options: Any,
     ) -> None:
         """`other_model`: the name of one that serves the workload in place of its own. `temperature` and `top_p` make it
-        sample. The requests take turns with `num_schemas` forms; 0: they are free. It is idle for `idle_s` before the rounds:
-        a worker of its own captures graphs then. `options` are those of `LLM`."""
+        sample. The requests take turns with `num_schemas` forms; 0: they are free. It is idle for `idle_s` before the
+        rounds: a worker of its own captures graphs then. `options` are those of `LLM`."""
         self._idle_s = idle_s
         path = path if other_model is None else models.find(other_model)
         self._llm = LLM(model=path, max_model_len=workload.max_model_len, **{"device": "cpu", **options})
