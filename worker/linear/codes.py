@@ -36,12 +36,12 @@ class Codes(NamedTuple):
         zeros = None if self.zeros is None else self.zeros.flatten(0, -2)
         num_rows, num_inputs, size = len(codes), len(self.groups), self.group_size
         numbers = torch.empty(num_rows, num_inputs, dtype=dtype, device=codes.device)
-        at_a_time = NUMBERS_OF_A_GPU if codes.is_cuda else NUMBERS_AT_A_TIME
-        pairs = (
-            None if self.table is None else torch.cartesian_prod(self.table, self.table).flip(1)
-        )  # [256, 2], of each byte
-        for rows in torch.arange(num_rows, device="cpu").split(max(1, at_a_time // max(1, num_inputs))):
-            chosen = slice(int(rows[0]), int(rows[-1]) + 1)
+        pairs = None  # [256, 2], the numbers of each byte
+        if self.table is not None:
+            pairs = torch.cartesian_prod(self.table, self.table).flip(1)
+        at_a_time = max(1, (NUMBERS_OF_A_GPU if codes.is_cuda else NUMBERS_AT_A_TIME) // max(1, num_inputs))
+        for first in range(0, num_rows, at_a_time):
+            chosen = slice(first, first + at_a_time)
             part = codes[chosen].float() if pairs is None else F.embedding(codes[chosen].int(), pairs).flatten(1)
             part = part[:, :num_inputs]
             scale, zero = scales[chosen], None if zeros is None else zeros[chosen]
@@ -191,6 +191,7 @@ def _unbind(weight: CodedWeight, dim: int = 0) -> list[CodedWeight] | None:
 
 
 def _cat(weights: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    dim %= weights[0].dim()
     return _joined(torch.cat, weights, dim) if dim < weights[0].dim() - 1 else None
 
 

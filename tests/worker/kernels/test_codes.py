@@ -157,7 +157,27 @@ def test_a_weight_gives_its_numbers_to_every_operation() -> None:
             assert isinstance(kept, CodedWeight)
             assert kept.shape == expected.shape
             assert torch.equal(kept.numbers(), expected)
-        for plain, expected in ((weight[::2], numbers[::2]), (weight[:, 1:5], numbers[:, 1:5])):
+        experts, stacked = (
+            torch.stack([weight, weight[rows[[0] * 24]]]),
+            torch.stack([numbers, numbers[rows[[0] * 24]]]),
+        )
+        for kept, expected in (
+            (experts, stacked),
+            (experts[1], stacked[1]),
+            (experts[rows[1:2]], stacked[rows[1:2]]),
+            (next(iter(experts)), stacked[0]),
+            (torch.cat([experts, experts], dim=1), torch.cat([stacked, stacked], dim=1)),
+            (torch.cat([experts, experts], dim=-2)[0, :3], torch.cat([stacked, stacked], dim=-2)[0, :3]),
+        ):
+            assert isinstance(kept, CodedWeight)
+            assert kept.shape == expected.shape
+            assert torch.equal(kept.numbers(), expected)
+        for plain, expected in (
+            (weight[::2], numbers[::2]),
+            (weight[:, 1:5], numbers[:, 1:5]),
+            (torch.cat([weight, weight], dim=-1), torch.cat([numbers, numbers], dim=-1)),
+            (torch.cat([weight, numbers]), torch.cat([numbers, numbers])),
+        ):
             assert not isinstance(plain, CodedWeight)
             assert torch.equal(plain, expected)
         assert weight.nbytes < numbers.nbytes
