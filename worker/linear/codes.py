@@ -36,14 +36,18 @@ class Codes(NamedTuple):
         zeros = None if self.zeros is None else self.zeros.flatten(0, -2)
         num_rows, num_inputs, size = len(codes), len(self.groups), self.group_size
         numbers = torch.empty(num_rows, num_inputs, dtype=dtype, device=codes.device)
-        pairs = None  # [256, 2], the numbers of each byte
+        pairs = None  # the two numbers of each byte, as one of 64 bits: to look up rows takes four times as long
         if self.table is not None:
-            pairs = torch.cartesian_prod(self.table, self.table).flip(1)
+            pairs = torch.cartesian_prod(self.table, self.table).flip(1).view(torch.int64).flatten()
         at_a_time = max(1, (NUMBERS_OF_A_GPU if codes.is_cuda else NUMBERS_AT_A_TIME) // max(1, num_inputs))
         for first in range(0, num_rows, at_a_time):
             chosen = slice(first, first + at_a_time)
-            part = codes[chosen].float() if pairs is None else F.embedding(codes[chosen].int(), pairs).flatten(1)
-            part = part[:, :num_inputs]
+            part = codes[chosen]
+            if pairs is None:
+                part = part.float()
+            else:
+                found = pairs.index_select(0, part.flatten().int()).view(torch.float32)
+                part = found.view(len(part), -1)[:, :num_inputs]
             scale, zero = scales[chosen], None if zeros is None else zeros[chosen]
             if size:
                 part, scale = part.unflatten(1, (-1, size)), scale[..., None]

@@ -234,12 +234,13 @@ def _packed_integers(parts: Parts) -> Codes:
     num_outputs, num_inputs = parts["weight_shape"].tolist()
     packed, scales = parts["weight_packed"], parts["weight_scale"].float()
     num_bits = 32 * packed.shape[1] // num_inputs
-    codes, zeros = _unpack(packed, num_bits)[:, :num_inputs], None
+    zeros = None
     if "weight_zero_point" in parts and parts["weight_zero_point"].dtype != torch.int32:  # before version 0.9
         zeros = parts["weight_zero_point"].float() + (1 << num_bits - 1)
     elif "weight_zero_point" in parts:
         zeros = _unpack(parts["weight_zero_point"].T, num_bits).T[:num_outputs].float()
-    return _by_group(codes, num_bits, zeros, scales, parts.get("weight_g_idx"))
+    codes = _bytes_of_words(packed, num_bits)
+    return _by_group(codes, num_inputs, num_bits, zeros, scales, parts.get("weight_g_idx"))
 
 
 def _gptq(settings: dict[str, Any], parts: Parts) -> Codes:
@@ -250,7 +251,9 @@ def _gptq(settings: dict[str, Any], parts: Parts) -> Codes:
     form = settings.get("checkpoint_format") or settings.get("packing_format") or "gptq"
     if form in ("gptq", *_AUTO_GPTQ):  # the first version subtracts 1 from what it stores
         zeros += 1
-    return _by_group(_unpack(parts["qweight"].T, num_bits), num_bits, zeros.T, scales.T, parts.get("g_idx"))
+    codes = _bytes_of_words(parts["qweight"].T, num_bits)
+    num_inputs = parts["qweight"].shape[0] * 32 // num_bits
+    return _by_group(codes, num_inputs, num_bits, zeros.T, scales.T, parts.get("g_idx"))
 
 
 def _awq(settings: dict[str, Any], parts: Parts) -> Codes:
@@ -259,21 +262,32 @@ def _awq(settings: dict[str, Any], parts: Parts) -> Codes:
         _unpack(parts[name], settings["bits"]).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T
         for name in ("qweight", "qzeros")
     )
-    return _by_group(codes, settings["bits"], zeros.float(), parts["scales"].float().T, None)
+    scales = parts["scales"].float().T
+    return _by_group(pack_halves(codes), codes.shape[1], settings["bits"], zeros.float(), scales, None)
 
 
-def _by_group(codes: Tensor, num_bits: int, zeros: Tensor | None, scales: Tensor, groups: Tensor | None) -> Codes:
-    """Return codes [N, K] of integers. `zeros`: None means that of signed integers. `groups`: that of each input, or `None`
-    where each has its neighbours."""
+def _bytes_of_words(words: Tensor, num_bits: int) -> Tensor:  # [N, bytes] uint8, from [N, words] int32
+    """Return codes of 8 bits, or two of fewer bits in each byte, of which a word holds the first in its lowest bits."""
+    if num_bits in (4, 8):
+        return words.contiguous().view(torch.uint8)  # the lowest byte first, as on all supported machines
+    return pack_halves(_unpack(words, num_bits))
+
+
+def _by_group(
+    codes: Tensor, num_inputs: int, num_bits: int, zeros: Tensor | None, scales: Tensor, groups: Tensor | None
+) -> Codes:
+    """Return codes [N, bytes] of integers. `zeros`: None means that of signed integers. `groups`: that of each input, or
+    `None` where each has its neighbours."""
     middle = 1 << num_bits - 1
     if num_bits == 8:
-        made = _by_block((codes ^ 128).view(torch.int8), None if zeros is None else zeros - middle, scales)
+        codes = (codes[:, :num_inputs] ^ 128).view(torch.int8)
+        made = _by_block(codes, None if zeros is None else zeros - middle, scales)
     else:
         table = [float(code - (middle if zeros is None else 0)) for code in range(16)]
-        made = _by_block(pack_halves(codes), zeros, scales, table=table, num_inputs=codes.shape[1])
+        made = _by_block(codes[:, : (num_inputs + 1) // 2], zeros, scales, table=table, num_inputs=num_inputs)
     if groups is None or made.scales.shape[1] == 1 or (groups < 0).any():
         return made
-    if (groups >= made.scales.shape[1]).any() or len(groups) != codes.shape[1]:
+    if (groups >= made.scales.shape[1]).any() or len(groups) != num_inputs:
         raise ValueError(f"an input is of group {int(groups.max())} of {made.scales.shape[1]}")
     return made._replace(groups=groups.int())
 
@@ -282,7 +296,7 @@ def _unpack(words: Tensor, num_bits: int) -> Tensor:  # [N, words * 32 / bits] u
     """Return the codes of each row, of which a word holds the first in its lowest bits."""
     if num_bits not in (2, 4, 8):
         raise ValueError(f"codes of {num_bits} bits are not supported")
-    return _split(words.contiguous().view(torch.uint8), num_bits)  # the lowest byte first, as on all supported machines
+    return _split(words.contiguous().view(torch.uint8), num_bits)
 
 
 def _split(packed: Tensor, num_bits: int) -> Tensor:  # [N, bytes * 8 / bits] uint8, from [N, bytes]
