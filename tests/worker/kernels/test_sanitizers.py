@@ -36,8 +36,8 @@ def checked_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(2500)
 def test_no_access_out_of_bounds_and_nothing_undefined(all_kernels: Kernels, checked_library: Path) -> None:
-    names = ("test_attention.py", "test_layer_attention.py", "test_linear.py", "test_recurrence.py", "test_sampling.py")
-    tests = [str(Path(__file__).parent / name) for name in names]
+    names = ["attention", "codes", "layer_attention", "linear", "recurrence", "sampling"]
+    tests = [str(Path(__file__).parent / f"test_{name}.py") for name in names]
     # libstdc++ too: AddressSanitizer looks for its functions at once, and other packages throw C++ exceptions.
     runtimes = [_path_of("libasan.so"), _path_of("libstdc++.so.6")]
     environment = os.environ | {
