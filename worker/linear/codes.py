@@ -165,6 +165,11 @@ def _detach(weight: CodedWeight) -> CodedWeight:
     return CodedWeight(weight.coded, weight.dtype)
 
 
+def _clone(weight: CodedWeight) -> CodedWeight:
+    copies = [None if each is None else each.clone(memory_format=torch.contiguous_format) for each in weight.coded]
+    return CodedWeight(Codes(*copies), weight.dtype)  # type: ignore[arg-type]
+
+
 def _slice(
     weight: CodedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor | None:
@@ -219,6 +224,7 @@ def _joined(join: Callable[[list[Tensor], int], Tensor], weights: Sequence[Tenso
 _KEEPING: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.detach.default: _detach,
     torch.ops.aten.alias.default: _detach,
+    torch.ops.aten.clone.default: _clone,
     torch.ops.aten.slice.Tensor: _slice,
     torch.ops.aten.index.Tensor: _index,
     torch.ops.aten.cat.default: _cat,

@@ -158,7 +158,7 @@ def _with_few_values(model: PreTrainedModel) -> Iterator[None]:
     """On the meta device, avoid what needs values: rotary frequencies by position, and grouped products of experts. Of
     experts that are codes, avoid products of all."""
     is_meta = model.device.type == "meta"
-    if not is_meta and not any(isinstance(each, CodedWeight) for each in model.parameters()):
+    if not is_meta and not any(isinstance(each, CodedWeight) and each.dim() == 3 for each in model.parameters()):
         yield
         return
     before, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"

@@ -96,7 +96,8 @@ def _coded_weights(
         if isinstance(source, DerivedTensor) and type(module) is nn.Linear and leaf == "weight" and module is not head:
             weight = _as_weight(files.derive(source, device), dtype)
             if isinstance(weight, CodedWeight):
-                found[name] = _part_of(model, part, name, weight)
+                own = _part_of(model, part, name, weight)
+                found[name] = own.clone() if name in part.slices else own  # not a view of the whole
     if found:
         mib = sum(weight.nbytes for weight in found.values()) / (1 << 20)
         logger.info("the weights of %d linear layers stay quantized, in %.1f MiB", len(found), mib)

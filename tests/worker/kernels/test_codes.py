@@ -151,6 +151,7 @@ def test_a_weight_gives_its_numbers_to_every_operation() -> None:
             (weight[-4:], numbers[-4:]),
             (weight[:, 16:48], numbers[:, 16:48]),
             (weight[rows], numbers[rows]),
+            (weight[:, 32:].clone(), numbers[:, 32:]),
             (torch.cat([weight[:5], weight[9:]]), torch.cat([numbers[:5], numbers[9:]])),
             (torch.nn.Parameter(weight, requires_grad=False), numbers),
         ):

@@ -54,10 +54,10 @@ def test_places_in_the_grid() -> None:
     assert [place.rank for place in places if place.is_output_rank] == [4]
 
 
-def load_part(path: Path, topology: Topology) -> tuple[Any, ModelPart]:
+def load_part(path: Path, topology: Topology, coded_dtype: torch.dtype | None = None) -> tuple[Any, ModelPart]:
     model = build_empty(read_config(path), torch.float32)
     part = ModelPart(model, topology)
-    load_weights(model, part, find_weights(path), CPU)
+    load_weights(model, part, find_weights(path), CPU, coded_dtype)
     return model, part
 
 

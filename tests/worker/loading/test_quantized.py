@@ -19,6 +19,7 @@ from millrace.worker.fusion.operations import CompiledOperations
 from millrace.worker.kernels.library import find_kernels
 from millrace.worker.linear.codes import CodedWeight
 from millrace.worker.linear.packed import CodedLinear
+from millrace.worker.loading.checksum import weights_checksum
 from millrace.worker.parallel.topology import Topology
 from tests.worker.driver import Driver, start_worker
 from tests.worker.loading.test_load import WEIGHTS, edit_config, edit_weights, load
@@ -466,11 +467,20 @@ def test_settings_as_older_versions_write_them(name: str, settings: dict[str, An
     check_same(load(path)[0], load(plain)[0])
 
 
-def test_a_tensor_parallel_rank_reads_its_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["packed 8, zeros", "fp8", "awq", "gptq 4"])
+def test_a_tensor_parallel_rank_reads_its_part(name: str, tmp_path: Path) -> None:
     path, plain = tmp_path / "model", tmp_path / "plain"
     make_bfloat16("llama", path)
-    quantize_model(path, "packed 8, zeros", plain)
+    quantize_model(path, name, plain)
     for rank in range(2):
-        (ours, _), (expected, _) = (load_part(each, Topology(rank, 2, 1)) for each in (path, plain))
+        ours, coded, expected = (
+            load_part(each, Topology(rank, 2, 1), dtype)[0]
+            for each, dtype in ((path, None), (path, torch.float32), (plain, None))
+        )
         for key, parameter in ours.named_parameters():  # in float32, unlike the rounded ones
             assert torch.allclose(parameter, expected.get_parameter(key), rtol=2**-7, atol=0), key
+            assert torch.equal(coded.get_parameter(key).float(), parameter), key
+        weights = [each.coded for each in coded.parameters() if isinstance(each, CodedWeight)]
+        assert len(weights) == 21
+        assert all(each.codes.untyped_storage().nbytes() == each.codes.nbytes for each in weights)
+        assert weights_checksum(coded) != weights_checksum(ours)
